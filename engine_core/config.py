@@ -1,0 +1,141 @@
+"""Settings of an engine core and of its workers, checked once, then frozen.
+
+Owns the defaults and the rules between settings. Parses no flags (`cli.py` does) and reads no environment variable.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine_core.errors import ConfigError
+
+MIB = 1 << 20
+DEVICES = ("cpu", "cuda", "fake")
+DTYPES = ("auto", "float32", "bfloat16")
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+OVERLAP_MODES = ("off", "stream", "green")
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What `greenlane engine` serves and how. Flag names are these with dashes."""
+
+    model: str
+    """A folder with config.json, or a repository id that huggingface-hub has or may fetch."""
+    device: str = "cpu"
+    """cpu, cuda, cuda:N or fake."""
+    dtype: str = "auto"
+    """auto: float32 on cpu, the checkpoint's elsewhere."""
+    load_format: str = "auto"
+    max_model_len: int | None = None
+    """Tokens, prompt + output; default: the model's, cut to what the KV cache can hold."""
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    """Tokens a step, decode rows included."""
+    page_size: int = 16
+    """Tokens a KV page (vLLM's --block-size)."""
+    kv_cache_memory: int | None = None
+    """Bytes; default: 1 GiB on cpu, what gpu_memory_utilization leaves on cuda."""
+    gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+    async_depth: int = 2
+    """Plans in flight, 1 to 3."""
+    max_queue: int = 4096
+    """Sequences waiting at once."""
+    tensor_parallel_size: int = 1
+    decode_overlap: str = "off"
+    decode_sms: int | None = None
+    threads: int | None = None
+    """CPU threads of a worker; default: the cores this process may use."""
+    gpu_wait_timeout: float = 60.0
+    """Seconds that one step may take on the worker before it aborts."""
+    worker_timeout: float = 5.0
+    """Seconds of silence (no heartbeat) after which a worker counts as frozen and is killed."""
+    start_timeout: float = 600.0
+    """Seconds for workers to load the model."""
+    worker_address: str | None = None
+    """unix: path to listen on for workers started by hand (`greenlane worker`); default: the core starts its own."""
+    crash_dir: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0: any free port; the one bound is announced."""
+    uds: str | None = None
+    """Unix socket path for gRPC instead of host and port."""
+    log_level: str = "info"
+
+    @property
+    def device_kind(self) -> str:
+        return self.device.split(":", 1)[0]
+
+    def check(self) -> None:
+        """Raise ConfigError for the first setting that can't be served, naming it and what would work."""
+        _one_of("--device", self.device_kind, DEVICES)
+        if self.device_kind == "cuda" or self.decode_overlap != "off" or self.decode_sms is not None:
+            flag = "--device cuda" if self.device_kind == "cuda" else "--decode-overlap and --decode-sms"
+            raise ConfigError(
+                f"{flag} can't be served by this version; use --device cpu or --device fake, without lanes"
+            )
+        if ":" in self.device:
+            raise ConfigError(f"--device {self.device}: only cuda takes an ordinal")
+        _one_of("--dtype", self.dtype, DTYPES)
+        _one_of("--load-format", self.load_format, LOAD_FORMATS)
+        if self.tensor_parallel_size != 1:
+            raise ConfigError("--tensor-parallel-size above 1 can't be served by this version; use 1")
+        _within("--max-num-seqs", self.max_num_seqs, 1, 4096)
+        _within("--max-num-batched-tokens", self.max_num_batched_tokens, 16, 1 << 20)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"--max-num-batched-tokens ({self.max_num_batched_tokens}) must be at least --max-num-seqs "
+                f"({self.max_num_seqs}): every running sequence may decode one token a step"
+            )
+        _within("--page-size", self.page_size, 1, 256)
+        _within("--async-depth", self.async_depth, 1, 3)
+        _within("--max-queue", self.max_queue, 1, 1 << 20)
+        if self.max_model_len is not None:
+            _within("--max-model-len", self.max_model_len, 2, 1 << 20)
+        if self.kv_cache_memory is not None:
+            _within("--kv-cache-memory", self.kv_cache_memory, MIB, 1 << 50)
+        if self.threads is not None:
+            _within("--threads", self.threads, 1, 1024)
+        if not 0.05 <= self.gpu_memory_utilization <= 0.98:
+            raise ConfigError(
+                f"--gpu-memory-utilization is {self.gpu_memory_utilization}; it must be from 0.05 to 0.98"
+            )
+        for flag, seconds in (
+            ("--gpu-wait-timeout", self.gpu_wait_timeout),
+            ("--worker-timeout", self.worker_timeout),
+            ("--start-timeout", self.start_timeout),
+        ):
+            if not 0.5 <= seconds <= 86400:
+                raise ConfigError(f"{flag} is {seconds}; it must be from 0.5 to 86400 seconds")
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the core tells a worker in the handshake; already checked."""
+
+    model: str
+    """A folder."""
+    device: str
+    dtype: str
+    load_format: str
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    page_size: int
+    kv_cache_memory: int | None
+    gpu_memory_utilization: float
+    async_depth: int
+    decode_overlap: str
+    decode_sms: int | None
+    threads: int | None
+    gpu_wait_timeout: float
+    crash_dir: str | None
+
+
+def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{flag} is {value!r}; it must be one of {', '.join(allowed)}")
+
+
+def _within(flag: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise ConfigError(f"{flag} is {value}; it must be from {low} to {high}")

@@ -1,0 +1,31 @@
+"""What the engine sees of its workers: plans go in, results come out, and a loss is an exception.
+
+Owns no transport. The one production implementation is `executor/zmq.py`; tests pass simulated ones.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from engine_core.step import StepPlan, StepResult
+
+
+class Executor(Protocol):
+    """Moves plans to every rank and results back, in order. No method blocks."""
+
+    def submit(self, plan: StepPlan) -> None:
+        """Send a plan to every rank. Raises EngineDead when a rank is lost or broke the protocol."""
+
+    def collect(self) -> list[StepResult]:
+        """Results that have arrived, in step order, possibly none.
+
+        Raises EngineDead, with the whole cause chain in its message, when a rank died, said farewell, broke the
+        protocol or let its deadline pass.
+        """
+
+    def quiesce(self) -> None:
+        """Ask every rank to synchronize all lanes; `quiesced` turns true with its answer (OWNERSHIP rule O7)."""
+
+    @property
+    def quiesced(self) -> bool:
+        """Whether the latest `quiesce` was answered by every rank."""
