@@ -1,7 +1,7 @@
 """A text request and its answer as plain data: what `generate.py` takes and yields, whatever the edge speaks.
 
-Owns the types that the HTTP API, the text gRPC service and the CLI share. Knows no wire format; ranges of sampling values
-are the engine core's to check (its refusal comes back as an `ApiError` naming the parameter).
+Owns the types that the HTTP API, the text gRPC service and the CLI share. Knows no wire format; ranges of sampling
+values are the engine core's to check (its refusal comes back as an `ApiError` naming the parameter).
 """
 
 from __future__ import annotations

@@ -1,0 +1,37 @@
+"""Settings of a frontend process, checked once, then frozen.
+
+Owns the defaults. The engine core checks its own flags; this package never imports it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIB = 1 << 20
+
+
+class ConfigError(Exception):
+    """A flag or file that can't be served; the message names it and what would work."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrontendConfig:
+    """What `greenlane frontend` serves and where."""
+
+    model: str
+    """A folder with tokenizer.json, or a repository id that huggingface-hub has or may fetch."""
+    engine_address: str
+    """`unix:/path` or `host:port` of the engine core's gRPC server."""
+    served_model_name: tuple[str, ...] = ()
+    """Names that requests may use; default: the model as given. The first is the one reported."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """HTTP; 0: any free port."""
+    grpc_port: int = 0
+    """Text gRPC; 0: any free port."""
+    max_body_bytes: int = 32 * MIB
+    engine_timeout: float = 5.0
+    """Seconds of silence on the session after which the engine core counts as frozen."""
+    request_timeout: float | None = None
+    """Deadline of a request that brings none, in seconds."""
+    log_level: str = "info"
