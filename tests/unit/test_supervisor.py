@@ -1,0 +1,195 @@
+"""The supervisor's rules, as values: events and times in, instructions out. No process is started here."""
+
+from __future__ import annotations
+
+import pytest
+
+from frontend.supervisor import (
+    DRAIN_S,
+    FIRST_DELAY_S,
+    MAX_RESTARTS,
+    RESTART_WINDOW_S,
+    STOP_S,
+    Announce,
+    Finish,
+    Instruction,
+    Kill,
+    Say,
+    Start,
+    Supervisor,
+    Terminate,
+    describe_status,
+)
+
+CORE, ONE, TWO = "engine core", "frontend 1", "frontend 2"
+BOUNDS = {CORE: 600.0, ONE: 60.0, TWO: 60.0}
+
+
+def acts(instructions: list[Instruction]) -> list[Instruction]:
+    """Without what is only said."""
+    return [each for each in instructions if not isinstance(each, Say)]
+
+
+def said(instructions: list[Instruction]) -> str:
+    return "\n".join(each.text for each in instructions if isinstance(each, Say))
+
+
+def serving(*frontends: str) -> Supervisor:
+    """A supervisor at time 0 whose processes are all ready."""
+    supervisor = Supervisor(CORE, frontends, BOUNDS)
+    supervisor.begin(0.0)
+    for name in (CORE, *frontends):
+        supervisor.ready(name, 0.0)
+    return supervisor
+
+
+def test_frontends_start_after_the_core_and_ready_is_announced_once() -> None:
+    """Red if frontends start before their core is ready, or if a part of the system is announced as the whole."""
+    supervisor = Supervisor(CORE, (ONE, TWO), BOUNDS)
+    assert acts(supervisor.begin(0.0)) == [Start(CORE)]
+    assert acts(supervisor.ready(CORE, 1.0)) == [Start(ONE), Start(TWO)]
+    assert acts(supervisor.ready(TWO, 2.0)) == []
+    assert acts(supervisor.ready(ONE, 3.0)) == [Announce()]
+    supervisor.exited(ONE, -9, 4.0)
+    supervisor.tick(4.0 + FIRST_DELAY_S)
+    assert acts(supervisor.ready(ONE, 5.0)) == []
+
+
+def test_a_restarted_core_leaves_its_frontends_running() -> None:
+    """Red if the loss of the core restarts or terminates a frontend: frontends reconnect by themselves."""
+    supervisor = serving(ONE)
+    assert acts(supervisor.exited(CORE, -9, 10.0)) == []
+    assert supervisor.next_deadline() == 10.0 + FIRST_DELAY_S
+    assert supervisor.tick(10.0) == []
+    assert supervisor.tick(10.0 + FIRST_DELAY_S) == [Start(CORE)]
+    assert said(supervisor.ready(CORE, 12.0)) == "the engine core is serving again"
+
+
+def test_delays_double_and_the_limit_ends_everything() -> None:
+    """Red if restarts are not spaced out, or if the restart after the last allowed one still happens."""
+    supervisor = serving(ONE)
+    now = 0.0
+    for attempt in range(MAX_RESTARTS):
+        assert f"restart {attempt + 1} of {MAX_RESTARTS}" in said(supervisor.exited(CORE, 1, now))
+        due = supervisor.next_deadline()
+        assert due == pytest.approx(now + FIRST_DELAY_S * 2**attempt)
+        assert supervisor.tick(due) == [Start(CORE)]
+        now = due + 1.0
+    assert acts(supervisor.exited(CORE, 1, now)) == [Terminate(ONE)]
+    (finish,) = supervisor.exited(ONE, 0, now + 0.1)
+    assert isinstance(finish, Finish)
+    assert finish.status == 1
+    assert finish.cause == "the engine core ended with status 1, after 5 restarts within 5 minutes"
+
+
+def test_old_restarts_are_forgotten() -> None:
+    """Red if the rate limit counts restarts for ever: a crash a day would end a long-lived server."""
+    supervisor = serving(ONE)
+    for day in range(3 * MAX_RESTARTS):
+        now = day * (RESTART_WINDOW_S + 1)
+        assert f"restart 1 of {MAX_RESTARTS}" in said(supervisor.exited(CORE, 1, now))
+        supervisor.tick(now + FIRST_DELAY_S)
+        supervisor.ready(CORE, now + 2)
+
+
+@pytest.mark.parametrize("name", [CORE, ONE])
+def test_refused_settings_end_everything_with_status_2(name: str) -> None:
+    """Red if a configuration error is retried: no restart can help."""
+    supervisor = serving(ONE)
+    other = ONE if name == CORE else CORE
+    assert acts(supervisor.exited(name, 2, 1.0)) == [Terminate(other)]
+    assert supervisor.exited(other, 0, 1.5) == [Finish(2, f"the {name} refused its settings")]
+
+
+def test_refused_settings_before_anything_else_ran() -> None:
+    """Red if the end of the only process leaves the supervisor waiting."""
+    supervisor = Supervisor(CORE, (ONE,), BOUNDS)
+    supervisor.begin(0.0)
+    assert supervisor.exited(CORE, 2, 1.0) == [Finish(2, "the engine core refused its settings")]
+
+
+def test_a_silent_process_is_killed_once_and_restarted() -> None:
+    """Red if a frozen core (SIGSTOP) is left alone, killed twice or not restarted."""
+    supervisor = serving(ONE)
+    assert supervisor.silent(CORE, 5.0) == [Kill(CORE)]
+    assert supervisor.silent(CORE, 6.0) == []
+    assert "answered no health check for 5.0 s" in said(supervisor.exited(CORE, -9, 6.0))
+    assert supervisor.tick(6.0 + FIRST_DELAY_S) == [Start(CORE)]
+
+
+def test_a_process_that_is_never_ready_is_killed() -> None:
+    """Red if the start has no bound."""
+    supervisor = Supervisor(CORE, (ONE,), BOUNDS)
+    supervisor.begin(0.0)
+    assert supervisor.next_deadline() == BOUNDS[CORE]
+    assert supervisor.tick(BOUNDS[CORE]) == [Kill(CORE)]
+    assert supervisor.tick(BOUNDS[CORE] + 1) == []
+    assert "was not ready after 600 s" in said(supervisor.exited(CORE, -9, BOUNDS[CORE] + 1))
+
+
+def test_the_first_signal_drains_frontends_before_the_core() -> None:
+    """Red if the core is asked to end while a frontend still finishes its requests."""
+    supervisor = serving(ONE, TWO)
+    assert acts(supervisor.signalled(1.0)) == [Terminate(ONE), Terminate(TWO)]
+    assert supervisor.exited(ONE, 0, 2.0) == []
+    assert supervisor.exited(TWO, 0, 3.0) == [Terminate(CORE)]
+    assert supervisor.exited(CORE, 0, 4.0) == [Finish(0, "stopped by signal")]
+
+
+def test_the_second_signal_stops_at_once_and_the_third_kills() -> None:
+    """Red if a stuck process can hold up an impatient person for longer than STOP_S."""
+    supervisor = serving(ONE)
+    supervisor.signalled(1.0)
+    assert acts(supervisor.signalled(2.0)) == [Terminate(CORE), Terminate(ONE)]
+    assert supervisor.next_deadline() == 2.0 + STOP_S
+    assert supervisor.signalled(2.5) == [Kill(CORE), Kill(ONE)]
+    assert supervisor.tick(2.0 + STOP_S) == [Kill(CORE), Kill(ONE)]
+    assert supervisor.exited(CORE, -9, 4.1) == []
+    assert supervisor.exited(ONE, -9, 4.2) == [Finish(0, "stopped by signal")]
+
+
+def test_a_drain_has_a_bound() -> None:
+    """Red if a process that ignores SIGTERM keeps `serve` from ending."""
+    supervisor = serving(ONE)
+    supervisor.signalled(1.0)
+    assert supervisor.tick(DRAIN_S) == []
+    assert supervisor.tick(1.0 + DRAIN_S) == [Kill(CORE), Kill(ONE)]
+
+
+def test_a_signal_while_a_restart_is_due_starts_nothing() -> None:
+    """Red if a stopping supervisor starts a process again."""
+    supervisor = serving(ONE)
+    supervisor.exited(CORE, 1, 1.0)
+    assert acts(supervisor.signalled(1.1)) == [Terminate(ONE)]
+    assert supervisor.tick(1.0 + FIRST_DELAY_S) == []
+    assert supervisor.exited(ONE, 0, 2.0) == [Finish(0, "stopped by signal")]
+
+
+def test_a_signal_while_the_core_loads_ends_it() -> None:
+    """Red if Ctrl-C during start-up waits for frontends that don't exist yet."""
+    supervisor = Supervisor(CORE, (ONE,), BOUNDS)
+    supervisor.begin(0.0)
+    assert acts(supervisor.signalled(1.0)) == [Terminate(CORE)]
+    assert supervisor.ready(CORE, 1.1) == []
+    assert supervisor.exited(CORE, 0, 2.0) == [Finish(0, "stopped by signal")]
+
+
+def test_a_failure_while_draining_is_not_a_clean_stop() -> None:
+    """Red if requests lost during a drain are reported as status 0."""
+    supervisor = serving(ONE)
+    supervisor.signalled(1.0)
+    supervisor.exited(CORE, -9, 2.0)
+    assert supervisor.exited(ONE, 0, 3.0) == [Finish(1, "the engine core was killed by SIGKILL while draining")]
+
+
+def test_silence_is_ignored_while_draining() -> None:
+    """Red if a frontend that stopped accepting is killed for not answering, with its requests still open."""
+    supervisor = serving(ONE)
+    supervisor.signalled(1.0)
+    assert supervisor.silent(ONE, 9.0) == []
+
+
+def test_statuses_in_words() -> None:
+    assert describe_status(3) == "ended with status 3"
+    assert describe_status(-11) == "was killed by SIGSEGV"
+    assert describe_status(-40) == "was killed by signal 40"
