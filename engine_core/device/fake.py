@@ -1,0 +1,191 @@
+"""A device that computes nothing real: its tokens are a hash of everything in the sequence's KV pages.
+
+Owns `FakeCompute`, which announces every access to the clocks of a `FakeTable` (`fake_driver.py`): a page that is
+reused, skipped or written too early changes the tokens or raises RaceDetected. `open_device` is `--device fake`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from engine_core.config import WorkerConfig
+from engine_core.device.base import Batch, Device, Int32, Sampled, page_budget
+from engine_core.device.driver import Driver, Watch
+from engine_core.device.fake_driver import HOST, Clocks, FakeTable, RaceDetected
+from engine_core.device.lanes import LaneStream
+from engine_core.model_config import load_model_config
+from engine_core.step import Lane, LogprobBlock, PromptLogprobBlock, RowStart
+
+
+def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The finalizer of SplitMix64 (Steele, Lea, Flood 2014), elementwise."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+class FakeCompute:
+    """Tokens from hashes of KV pages, on the streams of a FakeTable, every access announced to the clocks.
+
+    KV at position p is KV at p-1 plus a weight of (p, token), mod 2^64; the next token is a hash of the KV at the
+    sequence's end. Sampling parameters have no influence; the distribution has one token of probability 1.
+    """
+
+    def __init__(
+        self,
+        table: FakeTable,
+        streams: dict[Lane, Any],
+        *,
+        total_pages: int,
+        page_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        vocab_size: int,
+        rings: int,
+    ) -> None:
+        self._table = table
+        self._streams = streams
+        self._page_size = page_size
+        self._vocab = vocab_size
+        self._kv = np.zeros((total_pages, page_size), np.uint64)
+        self._weights = _mix(np.arange(1, max_model_len + 1, dtype=np.uint64)) | np.uint64(1)
+        self._last_token = np.zeros(max_num_seqs, np.int32)
+        self._logprobs = np.full(max_num_seqs, -1, np.int32)
+        self._hidden: dict[tuple[Lane, int], npt.NDArray[np.uint64]] = {}
+        self._drawn: dict[tuple[Lane, int], Int32] = {}
+        self._tops: dict[tuple[Lane, int], Int32] = {}
+        self._pages = Clocks("page", total_pages)
+        self._slots = Clocks("last token of slot", max_num_seqs)
+        self._rings = {lane: Clocks(f"ring slot of lane {lane.name}", rings) for lane in Lane}
+
+    def start_row(self, start: RowStart) -> None:
+        self._logprobs[start.slot] = start.sampling.logprobs
+
+    def end_rows(self, slots: list[int]) -> None:
+        self._logprobs[slots] = -1
+
+    def forward(self, batch: Batch, ring: int) -> None:
+        """Reads every page of the rows' contexts, writes those of the new positions."""
+        stream = self._streams[batch.lane]
+        first, last = batch.starts // self._page_size, (batch.starts + batch.lengths - 1) // self._page_size
+        columns = np.arange(int(last.max()) + 1)
+        table = batch.page_tables[batch.slots, : len(columns)].copy()
+        clock = self._table.enqueue(stream, lambda: self._run_forward(batch, table, ring))
+        self._pages.read(table[columns <= last[:, None]], stream.thread, clock)
+        self._pages.write(table[(columns >= first[:, None]) & (columns <= last[:, None])], stream.thread, clock)
+        if batch.decode_rows:
+            self._slots.read(batch.slots[: batch.decode_rows], stream.thread, clock)
+        self._rings[batch.lane].write(np.array([ring], np.int32), stream.thread, clock)
+
+    def _run_forward(self, batch: Batch, table: Int32, ring: int) -> None:
+        decode = batch.decode_rows
+        values = np.empty(len(batch.slots), np.uint64)
+        values[:decode] = self._step_rows(batch.starts[:decode], table[:decode], self._last_token[batch.slots[:decode]])
+        offset = 0
+        for row in range(decode, len(batch.slots)):
+            length = int(batch.lengths[row])
+            values[row] = self._step_chunk(int(batch.starts[row]), table[row], batch.ids[offset : offset + length])
+            offset += length
+        self._hidden[batch.lane, ring] = values[batch.sample_rows]
+
+    def _step_rows(self, positions: Int32, table: Int32, tokens: Int32) -> npt.NDArray[np.uint64]:
+        rows = np.arange(len(positions))
+        before = positions - 1
+        values = self._kv[table[rows, before // self._page_size], before % self._page_size]
+        values = np.where(positions > 0, values, np.uint64(0))
+        values = values + (tokens.astype(np.uint64) + np.uint64(1)) * self._weights[positions]
+        self._kv[table[rows, positions // self._page_size], positions % self._page_size] = values
+        return values
+
+    def _step_chunk(self, start: int, pages: Int32, tokens: Int32) -> np.uint64:
+        before = self._kv[pages[(start - 1) // self._page_size], (start - 1) % self._page_size] if start else 0
+        positions = np.arange(start, start + len(tokens))
+        values = (tokens.astype(np.uint64) + np.uint64(1)) * self._weights[positions]
+        values = np.cumsum(values, dtype=np.uint64) + np.uint64(before)
+        self._kv[pages[positions // self._page_size], positions % self._page_size] = values
+        return np.uint64(values[-1])
+
+    def sample(self, batch: Batch, ring: int) -> None:
+        stream = self._streams[Lane.PRIMARY]
+        self._tops[batch.lane, ring] = self._logprobs[batch.slots[batch.sample_rows]]
+        clock = self._table.enqueue(stream, lambda: self._run_sample(batch, ring))
+        self._rings[batch.lane].write(np.array([ring], np.int32), stream.thread, clock)
+        self._slots.write(batch.slots[batch.sample_rows], stream.thread, clock)
+
+    def _run_sample(self, batch: Batch, ring: int) -> None:
+        drawn = (_mix(self._hidden[batch.lane, ring]) % np.uint64(self._vocab)).astype(np.int32)
+        self._last_token[batch.slots[batch.sample_rows]] = drawn
+        self._drawn[batch.lane, ring] = drawn
+
+    def read(self, batch: Batch, ring: int) -> Sampled:
+        self._rings[batch.lane].read(np.array([ring], np.int32), HOST, self._table.host_tick())
+        tokens = self._drawn[batch.lane, ring]
+        tops = self._tops[batch.lane, ring]
+        asked = np.flatnonzero(tops >= 0).astype(np.uint32)
+        block = None if len(asked) == 0 else _certain(asked, tokens[asked], tops)
+        prompts = [
+            PromptLogprobBlock(
+                rows.slot,
+                rows.start + 1,
+                np.zeros(len(rows.targets), np.float32).tobytes(),
+                np.ones(len(rows.targets), np.int32).tobytes(),
+                min(rows.top, 1),
+                rows.targets.tobytes() if rows.top else b"",
+                np.zeros(len(rows.targets) if rows.top else 0, np.float32).tobytes(),
+            )
+            for rows in batch.prompt_logprobs
+        ]
+        return Sampled(tokens, block, prompts)
+
+    def is_fatal(self, error: BaseException) -> bool:
+        return isinstance(error, RaceDetected)
+
+    def close(self) -> None:
+        self._kv = np.zeros((0, self._page_size), np.uint64)
+
+
+def _certain(rows: npt.NDArray[np.uint32], tokens: Int32, tops: Int32) -> LogprobBlock:
+    """Logprobs of a distribution whose only token was drawn."""
+    counts = np.minimum(tops[rows], 1).astype(np.uint32)
+    return LogprobBlock(
+        rows=rows.tobytes(),
+        sampled=np.zeros(len(rows), np.float32).tobytes(),
+        ranks=np.ones(len(rows), np.int32).tobytes(),
+        counts=counts.tobytes(),
+        top_ids=tokens[counts > 0].tobytes(),
+        top_logprobs=np.zeros(int(counts.sum()), np.float32).tobytes(),
+    )
+
+
+def open_device(config: WorkerConfig, watch: Watch, progress: Callable[[str, int, int], None]) -> Device:
+    """The fake device for a real model's shape: no weights are read, all work runs at once."""
+    model = load_model_config(Path(config.model))
+    pages, max_model_len = page_budget(config, model, item_bytes=4)
+    table = FakeTable()
+    _, stream = table.stream_create(0, 0)
+    compute = FakeCompute(
+        table,
+        {Lane.PRIMARY: stream},
+        total_pages=pages,
+        page_size=config.page_size,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        vocab_size=model.vocab_size,
+        rings=config.async_depth + 1,
+    )
+    progress("fake model", 1, 1)
+    return Device(
+        driver=Driver(table, watch),
+        streams={Lane.PRIMARY: LaneStream(stream)},
+        compute=compute,
+        vocab_size=model.vocab_size,
+        total_pages=pages,
+        max_model_len=max_model_len,
+        dtype="float32",
+        name="fake",
+    )

@@ -1,0 +1,127 @@
+"""Lanes: ordered queues of GPU work, and completions, the only proof that a lane's work is done.
+
+Owns the streams that lanes run on and the events that prove their progress (rules E1 to E5, OWNERSHIP.md). Decides
+nothing about what may be freed: the guard and the drop queue do.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from engine_core.device.driver import EVENT_FLAGS, Abort, Driver, DriverError
+from engine_core.step import Lane
+
+log = logging.getLogger("greenlane.worker")
+
+
+class EventSetupError(Exception):
+    """A completion event could not be created or recorded after work was launched (rule E5).
+
+    Recoverable once the lane was synchronized. The message keeps every status, a failed clean-up included (rule E4).
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class LaneStream:
+    """Where a lane's work goes: a stream and, for a Green Context's stream, the context that must record its events."""
+
+    stream: Any
+    green_ctx: Any | None = None
+
+
+@dataclass(slots=True)
+class Completion:
+    """An event recorded behind a lane's work up to and including step `sequence`."""
+
+    lane: Lane
+    sequence: int
+    event: Any
+
+
+class Lanes:
+    """The lanes of one device: submit order, completion events, synchronization."""
+
+    def __init__(self, driver: Driver, streams: dict[Lane, LaneStream], abort: Abort) -> None:
+        self._driver = driver
+        self._streams = streams
+        self._abort = abort
+        self._launched = dict.fromkeys(Lane, 0)
+        self._proven = dict.fromkeys(Lane, 0)
+
+    def has(self, lane: Lane) -> bool:
+        return lane in self._streams
+
+    def proven(self, lane: Lane) -> int:
+        """Every step up to this one is proven complete on the lane."""
+        return self._proven[lane]
+
+    def launching(self, lane: Lane, sequence: int) -> None:
+        """Work of this step is about to be enqueued on the lane: from now on the lane counts as having work."""
+        self._launched[lane] = sequence
+
+    def order_after(self, lane: Lane, completion: Completion) -> None:
+        """Work enqueued on the lane from now on starts after the completion (rule O1)."""
+        self._driver.call("stream_wait_event", self._streams[lane].stream, completion.event)
+
+    def complete(self, lane: Lane, sequence: int) -> Completion:
+        """Record a completion behind what was launched into the lane. Raises EventSetupError."""
+        try:
+            event = self._driver.call("event_create", EVENT_FLAGS)
+        except DriverError as error:
+            raise EventSetupError(f"the completion event of step {sequence} can't be created: {error}") from error
+        try:
+            self._record(lane, event)
+        except DriverError as error:
+            text = f"the completion event of step {sequence} can't be recorded: {error}"
+            try:
+                self._driver.call("event_destroy", event)
+            except DriverError as second:
+                text += f"; then {second}"
+            raise EventSetupError(text) from error
+        return Completion(lane, sequence, event)
+
+    def _record(self, lane: Lane, event: Any) -> None:
+        """Record for the stream launched into, through its own context (rule E2)."""
+        target = self._streams[lane]
+        if target.green_ctx is not None:
+            self._driver.call("green_ctx_record_event", target.green_ctx, event)
+        else:
+            self._driver.call("event_record", event, target.stream)
+
+    def done(self, completion: Completion) -> bool:
+        """Whether the completion is proven; anything but success or "not ready" aborts (rule E3)."""
+        try:
+            if not self._driver.event_done(completion.event):
+                return False
+        except DriverError as error:
+            self._abort(f"the completion of step {completion.sequence} can't be proven", error)
+            raise
+        self._prove(completion.lane, completion.sequence)
+        return True
+
+    def discard(self, completion: Completion) -> None:
+        """Destroy a proven completion's event. A failure is logged: it leaks an event, it can't race (rule E4)."""
+        try:
+            self._driver.call("event_destroy", completion.event)
+        except DriverError as error:
+            log.warning(
+                "a completion event leaks", extra={"fields": {"step": completion.sequence, "error": str(error)}}
+            )
+
+    def synchronize(self) -> None:
+        """Block until every lane with launched, unproven work is proven idle. Raises DriverError when one can't be."""
+        failure: DriverError | None = None
+        for lane, target in self._streams.items():
+            if self._launched[lane] > self._proven[lane]:
+                try:
+                    self._driver.stream_wait(target.stream)
+                    self._prove(lane, self._launched[lane])
+                except DriverError as error:
+                    failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def _prove(self, lane: Lane, sequence: int) -> None:
+        self._proven[lane] = max(self._proven[lane], sequence)

@@ -1,0 +1,297 @@
+"""Executes plans: decode and mixed chunks on the primary lane, prefill batches on their own lane when the plan says so.
+
+Owns launched work from the first enqueue to the reply, in the order of OWNERSHIP.md. Knows no transport and no CUDA:
+all ordering goes through `Lanes`, all work through `Compute`; the same code drives every device.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from engine_core.device.base import Batch, Compute, Sampled
+from engine_core.device.drop_queue import DropQueue
+from engine_core.device.guard import LaunchGuard, Owned, Ownership, WorkFailed
+from engine_core.device.lanes import Completion, Lanes
+from engine_core.errors import ProtocolViolation
+from engine_core.step import Lane, LogprobBlock, PrefillChunk, PrefillResult, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from engine_core.worker.inputs import RowTables
+
+
+@dataclass(slots=True)
+class PrefillFlight:
+    """A prefill batch on the prefill lane, from launch to the reply that carries its result."""
+
+    step: int
+    owned: Owned
+    ring: int
+    batch: Batch
+    completion: Completion | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class StepFlight:
+    """One plan on the primary lane, from launch to its reply."""
+
+    step: int
+    owned: Owned
+    ring: int
+    batch: Batch
+    started: float
+    joined: list[PrefillFlight] = field(default_factory=list)
+    """Prefill batches whose results travel with this step."""
+    completion: Completion | None = None
+    """None while nothing was launched: an empty plan that waits for the prefill in flight."""
+    error: str | None = None
+
+
+class Runner:
+    """Plans in by `launch`, results out by `collect`, in plan order. Blocks only inside bounded driver calls."""
+
+    def __init__(
+        self,
+        *,
+        compute: Compute,
+        lanes: Lanes,
+        guard: LaunchGuard,
+        drops: DropQueue,
+        tables: RowTables,
+        async_depth: int,
+        now: Callable[[], float],
+    ) -> None:
+        self._compute = compute
+        self._lanes = lanes
+        self._guard = guard
+        self._drops = drops
+        self._tables = tables
+        self._rings = async_depth + 1
+        self._now = now
+        self._steps: deque[StepFlight] = deque()
+        self._prefill: PrefillFlight | None = None
+        self._prefills = 0
+        self._last_primary: Completion | None = None
+        self._expected = 1
+
+    # ------------------------------------------------------------------ launch
+
+    def launch(self, plan: StepPlan) -> None:
+        """Enqueue one plan. A recoverable failure becomes part of the step's result; all else ends the worker."""
+        started = self._now()
+        self._admit(plan)
+        self._tables.apply(plan)
+        decode = self._tables.decode_slots(plan)
+        mixed = [] if plan.prefill_lane else plan.chunks
+        batch = self._tables.batch(plan.step, Lane.PRIMARY, decode, mixed)
+        flight = StepFlight(plan.step, Owned(f"step {plan.step}"), plan.step % self._rings, batch, started)
+        self._steps.append(flight)
+        self._start_rows(plan)
+        self._join_if_complete(flight)
+        if plan.prefill_lane and plan.chunks:
+            self._launch_prefill(plan.step, plan.chunks)
+        if len(batch.slots) or flight.joined or self._prefill is None:
+            self._launch_primary(flight)
+
+    def _admit(self, plan: StepPlan) -> None:
+        if plan.step != self._expected:
+            raise ProtocolViolation(f"plan {plan.step} arrived where {self._expected} was due")
+        if len(self._steps) >= self._rings:
+            raise ProtocolViolation(f"plan {plan.step} exceeds the {self._rings - 1} that may be in flight")
+        self._expected += 1
+
+    def _start_rows(self, plan: StepPlan) -> None:
+        if plan.starts:
+            self._compute.end_rows([start.slot for start in plan.starts])
+            for start in plan.starts:
+                self._compute.start_row(start)
+
+    def _launch_primary(self, flight: StepFlight) -> None:
+        """Enqueue the step's own rows and record its completion; the guard is armed throughout (rules O1, O4, O5)."""
+        flight.owned.to(Ownership.LAUNCHING)
+        try:
+            with self._guard.armed(flight.owned):
+                self._lanes.launching(Lane.PRIMARY, flight.step)
+                if len(flight.batch.slots):
+                    self._compute.forward(flight.batch, flight.ring)
+                    self._compute.sample(flight.batch, flight.ring)
+                flight.owned.to(Ownership.LAUNCHED)
+                completion = self._lanes.complete(Lane.PRIMARY, flight.step)
+                flight.completion = completion
+                flight.owned.to(Ownership.WORKER_OWNED)
+        except WorkFailed as failure:
+            flight.error = str(failure)
+        self._retain(flight.completion)
+
+    def _retain(self, completion: Completion | None) -> None:
+        """Keep the newest primary completion: the prefill lane orders itself behind it."""
+        old, self._last_primary = self._last_primary, completion
+        if old is not None and all(old is not flight.completion for flight in self._steps):
+            self._lanes.discard(old)
+
+    # ----------------------------------------------------------------- prefill lane
+
+    def _launch_prefill(self, step: int, chunks: list[PrefillChunk]) -> None:
+        """Enqueue a prefill batch beside decode. At most one is in flight (rule L6)."""
+        if self._prefill is not None:
+            raise ProtocolViolation(
+                f"step {step} launches a prefill while that of step {self._prefill.step} is in flight"
+            )
+        if not self._lanes.has(Lane.PREFILL):
+            raise ProtocolViolation(f"step {step} asks for a prefill lane; this worker has none")
+        batch = self._tables.batch(step, Lane.PREFILL, self._tables.no_slots, chunks)
+        flight = PrefillFlight(step, Owned(f"the prefill of step {step}"), self._prefills % self._rings, batch)
+        self._prefills += 1
+        self._prefill = flight
+        flight.owned.to(Ownership.LAUNCHING)
+        try:
+            with self._guard.armed(flight.owned):
+                if self._last_primary is not None:
+                    self._lanes.order_after(Lane.PREFILL, self._last_primary)
+                self._lanes.launching(Lane.PREFILL, step)
+                self._compute.forward(batch, flight.ring)
+                flight.owned.to(Ownership.LAUNCHED)
+                flight.completion = self._lanes.complete(Lane.PREFILL, step)
+                flight.owned.to(Ownership.WORKER_OWNED)
+        except WorkFailed as failure:
+            flight.error = str(failure)
+
+    def _join_if_complete(self, flight: StepFlight) -> bool:
+        """Take a prefill that is proven complete (or failed) into this step's result (rule O8).
+
+        Its last chunks sample now, on the primary lane.
+        """
+        prefill = self._prefill
+        if prefill is None or (prefill.completion is not None and not self._lanes.done(prefill.completion)):
+            return False
+        self._prefill = None
+        flight.joined.append(prefill)
+        if prefill.completion is not None:
+            prefill.owned.to(Ownership.COMPLETE)
+            try:
+                with self._guard.armed(prefill.owned):
+                    self._lanes.launching(Lane.PRIMARY, flight.step)
+                    self._lanes.order_after(Lane.PRIMARY, prefill.completion)
+                    self._compute.sample(prefill.batch, prefill.ring)
+            except WorkFailed as failure:
+                prefill.error = str(failure)
+            self._lanes.discard(prefill.completion)
+        self._drops.release(Lane.PREFILL, self._lanes.proven(Lane.PREFILL))
+        return True
+
+    # ---------------------------------------------------------------- collect
+
+    def collect(self) -> list[StepResult]:
+        """Results of the steps proven complete, oldest first; only queries (rule E7)."""
+        results: list[StepResult] = []
+        while self._steps and self._head_complete():
+            results.append(self._result(self._steps.popleft()))
+        return results
+
+    def awaited(self) -> Completion | None:
+        """The completion without which no result can come out, or None when there is nothing to wait for."""
+        if not self._steps:
+            return None
+        head = self._steps[0]
+        if head.owned.state is Ownership.NONE:
+            return self._prefill.completion if self._prefill is not None else None
+        return head.completion
+
+    def _head_complete(self) -> bool:
+        head = self._steps[0]
+        if head.owned.state is Ownership.NONE:
+            if not self._join_if_complete(head):
+                return False
+            self._launch_primary(head)
+        return head.completion is None or self._lanes.done(head.completion)
+
+    def _result(self, flight: StepFlight) -> StepResult:
+        """Read a proven step's results. Reading may fail like any other work: then the step failed."""
+        sampled: Sampled | None = None
+        if flight.error is None:
+            flight.owned.to(Ownership.COMPLETE)
+            try:
+                with self._guard.armed(flight.owned):
+                    sampled = self._compute.read(flight.batch, flight.ring) if len(flight.batch.slots) else None
+            except WorkFailed as failure:
+                flight.error = str(failure)
+        prefills = [self._prefill_result(prefill) for prefill in flight.joined]
+        if flight.completion is not None and flight.completion is not self._last_primary:
+            self._lanes.discard(flight.completion)
+        self._drops.release(Lane.PRIMARY, self._lanes.proven(Lane.PRIMARY))
+        flight.owned.to(Ownership.REPLIED)
+        decode = flight.batch.decode_rows
+        tokens, logprobs = b"", None
+        if sampled is not None:
+            tokens = sampled.tokens[:decode].tobytes()
+            logprobs, chunk_logprobs = split_logprobs(sampled.logprobs, decode)
+            if len(flight.batch.slots) > decode:
+                drawn = sampled.tokens[decode:].tobytes()
+                prefills.append(PrefillResult(flight.step, drawn, chunk_logprobs, sampled.prompt_logprobs))
+        return StepResult(
+            step=flight.step,
+            tokens=tokens,
+            logprobs=logprobs,
+            prefills=prefills,
+            primary_complete=flight.step,
+            prefill_complete=self._lanes.proven(Lane.PREFILL),
+            error=flight.error,
+            forward_us=round((self._now() - flight.started) * 1e6),
+        )
+
+    def _prefill_result(self, flight: PrefillFlight) -> PrefillResult:
+        sampled: Sampled | None = None
+        if flight.error is None:
+            try:
+                with self._guard.armed(flight.owned):
+                    sampled = self._compute.read(flight.batch, flight.ring)
+            except WorkFailed as failure:
+                flight.error = str(failure)
+        flight.owned.to(Ownership.REPLIED)
+        if sampled is None:
+            return PrefillResult(flight.step, b"", error=flight.error)
+        return PrefillResult(flight.step, sampled.tokens.tobytes(), sampled.logprobs, sampled.prompt_logprobs)
+
+    # ------------------------------------------------------------ quiesce, close
+
+    def quiesce(self) -> None:
+        """Prove every lane idle, or abort (rule O7). Results stay to be collected."""
+        self._guard.quiesce("quiesce")
+
+    def close(self) -> None:
+        """Prove every lane idle, or abort; only then free (rule O13)."""
+        self._guard.quiesce("teardown")
+        self._compute.close()
+
+
+def split_logprobs(block: LogprobBlock | None, at: int) -> tuple[LogprobBlock | None, LogprobBlock | None]:
+    """The block's rows before sampled row `at`, and the others counted from there; None for an empty part."""
+    if block is None:
+        return None, None
+    rows = np.frombuffer(block.rows, "<u4")
+    counts = np.frombuffer(block.counts, "<u4")
+    cut = int(np.searchsorted(rows, at))
+    tops = 4 * int(counts[:cut].sum())
+    head = LogprobBlock(
+        block.rows[: 4 * cut],
+        block.sampled[: 4 * cut],
+        block.ranks[: 4 * cut],
+        block.counts[: 4 * cut],
+        block.top_ids[:tops],
+        block.top_logprobs[:tops],
+    )
+    tail = LogprobBlock(
+        (rows[cut:] - np.uint32(at)).astype("<u4").tobytes(),
+        block.sampled[4 * cut :],
+        block.ranks[4 * cut :],
+        block.counts[4 * cut :],
+        block.top_ids[tops:],
+        block.top_logprobs[tops:],
+    )
+    return head if cut else None, tail if cut < len(rows) else None
