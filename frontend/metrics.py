@@ -126,7 +126,7 @@ class Metrics(Collector):
         yield self.ttft.family("greenlane_time_to_first_token_seconds", "From the request to its first token")
         yield self.gap.family(
             "greenlane_inter_token_latency_seconds",
-            "Between deliveries of tokens of one request, divided by the tokens",
+            "Between deliveries of new tokens of one request",
         )
         yield self.duration.family("greenlane_request_duration_seconds", "From the request to its end")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from frontend.openai_fields import INT32_MAX, UINT64_MAX, Fields, Json, invalid, kind
-from frontend.request import MAX_STOP_CHARS, MAX_STOP_STRINGS, Sampling
+from frontend.request import MAX_STOP_CHARS, MAX_STOP_STRINGS, ChatPrompt, Sampling
 
 MAX_PROMPTS = 1024
 MAX_PROMPT_IDS = 1 << 20
@@ -87,26 +87,16 @@ class CompletionBody:
 
 
 @dataclass(frozen=True, slots=True)
-class ChatInput:
-    """What a chat template is rendered from."""
-
-    messages: list[dict[str, object]]
-    add_generation_prompt: bool
-    continue_final_message: bool
-    template_kwargs: Json
-
-
-@dataclass(frozen=True, slots=True)
 class ChatBody:
     options: Options
-    chat: ChatInput
+    chat: ChatPrompt
     logprobs: bool
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizeBody:
     model: str | None
-    input: str | ChatInput
+    input: str | ChatPrompt
     add_special_tokens: bool
     return_token_strs: bool
 
@@ -326,7 +316,7 @@ def _ids(values: list[object], where: str) -> PromptIds:
     return ids
 
 
-def _chat(fields: Fields) -> ChatInput:
+def _chat(fields: Fields) -> ChatPrompt:
     entries = fields.items("messages", MAX_MESSAGES)
     if not entries:
         raise invalid("messages is missing or empty; send at least one message", "messages")
@@ -334,7 +324,7 @@ def _chat(fields: Fields) -> ChatInput:
     generates = fields.boolean("add_generation_prompt")
     if continues and generates:
         raise invalid("continue_final_message and add_generation_prompt exclude each other", "continue_final_message")
-    return ChatInput(
+    return ChatPrompt(
         [_message(entry, f"messages[{i}]") for i, entry in enumerate(entries)],
         add_generation_prompt=not continues if generates is None else generates,
         continue_final_message=continues,

@@ -61,6 +61,19 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """What a prompt is rendered from by the model's chat template."""
+
+    messages: list[dict[str, object]]
+    """Each with `role` and `content`, both strings."""
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    """The answer goes on with the last message instead of starting a new one."""
+    template_kwargs: dict[str, object] = field(default_factory=dict)
+    """The client's own values for the template, such as `enable_thinking`."""
+
+
+@dataclass(frozen=True, slots=True)
 class TextRequest:
     """One prompt, as ids (the edge tokenizes text and renders chats first), and how to answer it."""
 

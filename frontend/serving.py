@@ -1,0 +1,279 @@
+"""The model that a frontend serves, as its edges see it: names, prompts, limits, health, and the way in for requests.
+
+Owns what the HTTP API and the text gRPC service share: the model check, chat rendering, the count of open requests and
+their latencies, and the refusal of new ones while draining. Knows no wire format and samples nothing itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Protocol
+
+from greenlane.engine.v1 import engine_pb2
+
+from frontend.chat_template import ChatTemplate
+from frontend.metrics import Metrics
+from frontend.reasoning import template_thinks
+from frontend.request import ApiError, ChatPrompt, Code, Delta, TextRequest, TokenLogprob, Usage
+from frontend.tokenizer import Tokenizer
+
+INLINE_IDS = 4096
+"""Longer lists of ids are decoded in a worker thread."""
+DRAIN_RETRY_S = 5.0
+STATS_TIMEOUT_S = 2.0
+
+
+class Health(enum.Enum):
+    """Whether requests are taken; `SERVING` is the only yes."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+class Answer(Protocol):
+    """A request under way in the engine core (`generate.Generation`)."""
+
+    @property
+    def prompt_logprobs(self) -> Sequence[TokenLogprob] | None: ...
+
+    @property
+    def usage(self) -> Usage: ...
+
+    async def accepted(self) -> None:
+        """Raises ApiError when the request is refused."""
+
+    async def __anext__(self) -> list[Delta]: ...
+
+    async def aclose(self) -> None: ...
+
+
+class Engine(Protocol):
+    """What the edges ask of the engine core beyond requests (`engine_client.EngineClient`)."""
+
+    @property
+    def health(self) -> Health: ...
+
+    @property
+    def info(self) -> engine_pb2.GetInfoResponse | None: ...
+
+    async def get_stats(self) -> engine_pb2.GetStatsResponse: ...
+
+
+class Served:
+    """One model behind one engine core."""
+
+    def __init__(
+        self,
+        *,
+        names: Sequence[str],
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        engine: Engine,
+        start: Callable[[TextRequest], Answer],
+        metrics: Metrics,
+        clock: Callable[[], float],
+        request_timeout: float | None = None,
+    ) -> None:
+        """`names[0]` is the one reported; `start` sends a request to the engine core; `clock` and times in seconds."""
+        self.names = tuple(names)
+        self.tokenizer = tokenizer
+        self.metrics = metrics
+        self.thinks = template is not None and template_thinks(template.source)
+        self._template = template
+        self._engine = engine
+        self._start = start
+        self._clock = clock
+        self._request_timeout = request_timeout
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # ------------------------------ what is served
+
+    @property
+    def health(self) -> Health:
+        return Health.DRAINING if self._draining else self._engine.health
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens, prompt + output; 0 before the engine core was ever reached."""
+        info = self._engine.info
+        return 0 if info is None else info.limits.max_model_len
+
+    @property
+    def engine_info(self) -> engine_pb2.GetInfoResponse | None:
+        return self._engine.info
+
+    async def engine_stats(self) -> engine_pb2.GetStatsResponse | None:
+        """Fresh figures of the engine core, None if it doesn't answer in time."""
+        try:
+            return await asyncio.wait_for(self._engine.get_stats(), STATS_TIMEOUT_S)
+        except (ApiError, TimeoutError):
+            return None
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError (NOT_FOUND) for a model that isn't served; None means the one that is."""
+        if name is not None and name not in self.names:
+            shown = name if len(name) <= 128 else name[:128] + "…"
+            raise ApiError(Code.NOT_FOUND, f"model {shown!r} is not served here; {self.names[0]!r} is", "model")
+
+    # ------------------------------ prompts
+
+    async def render(self, chat: ChatPrompt) -> str:
+        """The prompt of a chat. Raises ApiError (INVALID_ARGUMENT) for one that the template can't or won't render."""
+        if self._template is None:
+            raise ApiError(
+                Code.INVALID_ARGUMENT,
+                "this model has no chat template, so it can't chat; send a prompt to /v1/completions",
+                "messages",
+            )
+        text = await self._template.render(
+            chat.messages, add_generation_prompt=chat.add_generation_prompt, arguments=chat.template_kwargs
+        )
+        return _cut_after_last_message(text, chat) if chat.continue_final_message else text
+
+    async def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """The text of ids, without blocking the event loop for long lists."""
+        if len(ids) <= INLINE_IDS:
+            return self.tokenizer.decode(ids, skip_special_tokens)
+        return await asyncio.to_thread(self.tokenizer.decode, ids, skip_special_tokens)
+
+    # ------------------------------ requests
+
+    def start(self, request: TextRequest) -> OpenRequest:
+        """Send a request on its way; use it as an async context manager, so that leaving it ends the request.
+
+        Raises ApiError (UNAVAILABLE) while draining.
+        """
+        if self._draining:
+            raise ApiError(Code.UNAVAILABLE, "the server is shutting down", retry_after_s=DRAIN_RETRY_S)
+        if request.deadline_s is None and self._request_timeout is not None:
+            request = replace(request, deadline_s=self._request_timeout)
+        answer = self._start(request)
+        self.metrics.open_requests += 1
+        self._idle.clear()
+        return OpenRequest(answer, len(request.prompt_ids), self.metrics, self._clock, self._ended)
+
+    def drain(self) -> None:
+        """Refuse new requests from now on; health says so at once."""
+        self._draining = True
+
+    async def idle(self) -> None:
+        """Returns when no request is open."""
+        await self._idle.wait()
+
+    def _ended(self) -> None:
+        self.metrics.open_requests -= 1
+        if self.metrics.open_requests == 0:
+            self._idle.set()
+
+
+class OpenRequest:
+    """An open request, measured on its way to the client. Iterating gives the deltas that have arrived, as lists."""
+
+    def __init__(
+        self,
+        answer: Answer,
+        prompt_tokens: int,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        on_end: Callable[[], None],
+    ) -> None:
+        self._answer = answer
+        self._metrics = metrics
+        self._clock = clock
+        self._on_end = on_end
+        self._started = self._last = clock()
+        self._first = True
+        self._outcome = "cancelled"
+        self._open = True
+        self.prompt_tokens = prompt_tokens
+
+    @property
+    def prompt_logprobs(self) -> Sequence[TokenLogprob]:
+        """Of the whole prompt, if they were asked for; complete once the first delta is here."""
+        return self._answer.prompt_logprobs or ()
+
+    @property
+    def usage(self) -> Usage:
+        """Complete once the iteration has ended."""
+        return self._answer.usage
+
+    async def accepted(self) -> None:
+        """Returns once the engine core has queued the request; raises ApiError if it refuses."""
+        try:
+            await self._answer.accepted()
+        except ApiError:
+            self._outcome = "rejected"
+            raise
+
+    def __aiter__(self) -> OpenRequest:
+        return self
+
+    async def __anext__(self) -> list[Delta]:
+        try:
+            deltas = await self._answer.__anext__()
+        except ApiError:
+            self._outcome = "failed"
+            raise
+        self._measure(deltas)
+        return deltas
+
+    async def __aenter__(self) -> OpenRequest:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """End the request wherever it is; the engine core stops working on it. Idempotent."""
+        if not self._open:
+            return
+        self._open = False
+        try:
+            await self._answer.aclose()
+        finally:
+            usage = self._answer.usage
+            self._metrics.prompt_tokens += usage.prompt_tokens
+            self._metrics.cached_tokens += usage.cached_tokens
+            self._metrics.count_outcome(self._outcome)
+            self._metrics.duration.observe(self._clock() - self._started)
+            self._on_end()
+
+    def _measure(self, deltas: list[Delta]) -> None:
+        tokens = 0
+        for delta in deltas:
+            tokens += len(delta.token_ids)
+            if delta.finish_reason is not None:
+                self._outcome = delta.finish_reason
+        if not tokens:
+            return
+        now = self._clock()
+        if self._first:
+            self._first = False
+            self._metrics.ttft.observe(now - self._started)
+        else:
+            self._metrics.gap.observe(now - self._last)
+        self._last = now
+        self._metrics.output_tokens += tokens
+
+
+def _cut_after_last_message(text: str, chat: ChatPrompt) -> str:
+    """A rendered chat without what the template puts behind the last message's content."""
+    content = str(chat.messages[-1]["content"]).strip()
+    at = text.rfind(content) if content else -1
+    if at < 0:
+        raise ApiError(
+            Code.INVALID_ARGUMENT,
+            "the last message can't be continued: it is empty or the model's template changes its text",
+            "continue_final_message",
+        )
+    return text[: at + len(content)]
