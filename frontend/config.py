@@ -27,7 +27,7 @@ class FrontendConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     """HTTP; 0: any free port."""
-    grpc_port: int = 0
+    grpc_port: int = 50051
     """Text gRPC; 0: any free port."""
     max_body_bytes: int = 32 * MIB
     engine_timeout: float = 5.0
