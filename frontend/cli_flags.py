@@ -1,0 +1,207 @@
+"""The flags of `greenlane serve` as a table, and how they become the command lines of its processes.
+
+Owns names, help texts and who gets which flag; a test compares the table with the processes' own parsers. Checks no
+value: each process does that itself (`--check-flags`), before anything is started.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from frontend.config import ConfigError
+
+Value = str | bool | list[str]
+"""A flag's value as text, a switch, or a repeated flag's values."""
+
+
+class To(enum.Flag):
+    """Which process takes a flag."""
+
+    ENGINE = enum.auto()
+    FRONTEND = enum.auto()
+    SERVE = enum.auto()
+
+
+ALL = To.ENGINE | To.FRONTEND
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    name: str
+    """Without the dashes in front."""
+    to: To
+    panel: str
+    help: str
+    metavar: str | None = None
+    """None: a switch, with a --no- form."""
+    default: str | None = None
+    """As shown in the help; None: the help text says what happens without the flag."""
+    repeated: bool = False
+
+    @property
+    def key(self) -> str:
+        return self.name.replace("-", "_")
+
+
+FLAGS = (
+    Flag("model", ALL, "Model", "Folder with config.json, tokenizer.json and safetensors, or a repository id", "MODEL"),
+    Flag(
+        "served-model-name",
+        To.FRONTEND,
+        "Model",
+        "Name that requests use, may be repeated; default: the model as given",
+        "NAME",
+        repeated=True,
+    ),
+    Flag("dtype", To.ENGINE, "Model", "auto, float32 or bfloat16; auto: float32 on cpu", "DTYPE", "auto"),
+    Flag("load-format", To.ENGINE, "Model", "auto, safetensors or dummy (random weights)", "FORMAT", "auto"),
+    Flag(
+        "max-model-len",
+        To.ENGINE,
+        "Model",
+        "Tokens of prompt + output; default: the model's, cut to what the KV cache holds",
+        "N",
+    ),
+    Flag("device", To.ENGINE, "Engine", "cpu, cuda, cuda:N or fake", "DEVICE", "cpu"),
+    Flag("threads", To.ENGINE, "Engine", "CPU threads of a worker; default: the cores it may use", "N"),
+    Flag("max-num-seqs", To.ENGINE, "Engine", "Sequences running at once", "N", "256"),
+    Flag("max-num-batched-tokens", To.ENGINE, "Engine", "Tokens a step, decode rows included", "N", "2048"),
+    Flag("max-queue", To.ENGINE, "Engine", "Sequences waiting at once; more are refused with 429", "N", "4096"),
+    Flag("async-depth", To.ENGINE, "Engine", "Steps in flight, 1 to 3", "N", "2"),
+    Flag("tensor-parallel-size", To.ENGINE, "Engine", "Workers that share the model", "N", "1"),
+    Flag("decode-overlap", To.ENGINE, "Engine", "Lane of prefill beside decode: off, stream or green", "MODE", "off"),
+    Flag("decode-sms", To.ENGINE, "Engine", "SMs of decode while a prefill is in flight, for green", "N"),
+    Flag("kv-cache-memory", To.ENGINE, "Memory", "Size of the KV cache, e.g. 4GiB; default on cpu: 1GiB", "BYTES"),
+    Flag(
+        "gpu-memory-utilization",
+        To.ENGINE,
+        "Memory",
+        "Share of the GPU's memory for weights and KV cache",
+        "FRACTION",
+        "0.9",
+    ),
+    Flag("page-size", To.ENGINE, "Memory", "Tokens a KV page", "N", "16"),
+    Flag("enable-prefix-caching", To.ENGINE, "Memory", "Keep prompts' KV pages for later requests; default: enabled"),
+    Flag("host", To.FRONTEND, "Server", "Address of HTTP and text gRPC; loopback only", "ADDRESS", "127.0.0.1"),
+    Flag("port", To.FRONTEND, "Server", "HTTP port; 0: any free one", "PORT", "8000"),
+    Flag("grpc-port", To.FRONTEND, "Server", "Text gRPC port; 0: any free one", "PORT", "50051"),
+    Flag(
+        "frontends",
+        To.SERVE,
+        "Server",
+        "Frontend processes; each further one listens one port higher",
+        "N",
+        "1",
+    ),
+    Flag(
+        "engine-address",
+        To.SERVE,
+        "Server",
+        "Where the engine core listens: unix:/path or host:port on loopback; default: a socket in a private folder",
+        "ADDRESS",
+    ),
+    Flag("max-body-bytes", To.FRONTEND, "Server", "Largest HTTP body", "BYTES", str(32 << 20)),
+    Flag("request-timeout", To.FRONTEND, "Server", "Deadline of requests that bring none; default: none", "SECONDS"),
+    Flag("engine-timeout", To.FRONTEND, "Failures", "Silence after which the core counts as frozen", "SECONDS", "5.0"),
+    Flag("worker-timeout", To.ENGINE, "Failures", "Silence after which a worker counts as frozen", "SECONDS", "5.0"),
+    Flag("gpu-wait-timeout", To.ENGINE, "Failures", "Bound of one step on a worker", "SECONDS", "60.0"),
+    Flag("start-timeout", To.ENGINE, "Failures", "Bound of loading the model", "SECONDS", "600.0"),
+    Flag("crash-dir", To.ENGINE, "Failures", "Folder for crash reports; default: none are written", "FOLDER"),
+    Flag("log-level", ALL, "Failures", "debug, info, warning or error", "LEVEL", "info"),
+)
+
+
+def default_of(key: str) -> str:
+    """The default of a flag that has one, as text."""
+    (default,) = (flag.default for flag in FLAGS if flag.key == key and flag.default is not None)
+    return default
+
+
+def child_argv(values: Mapping[str, Value], to: To) -> list[str]:
+    """The flags that one kind of process takes, as its command line. `values` maps keys of given flags."""
+    argv: list[str] = []
+    for flag in FLAGS:
+        if to in flag.to and flag.key in values:
+            argv += _render(flag, values[flag.key])
+    return argv
+
+
+def _render(flag: Flag, value: Value) -> list[str]:
+    if isinstance(value, bool):
+        return [f"--{flag.name}" if value else f"--no-{flag.name}"]
+    items = value if isinstance(value, list) else [value]
+    return [f"--{flag.name}={item}" for item in items]
+
+
+def read_config_file(path: Path) -> dict[str, Value]:
+    """Flags from a TOML file, `max-model-len = 4096`; raises ConfigError naming an unknown key or a wrong type."""
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--config {path} can't be read: {error}") from error
+    known = {name: flag for flag in FLAGS for name in (flag.name, flag.key)}
+    values: dict[str, Value] = {}
+    for name, item in data.items():
+        if name not in known:
+            raise ConfigError(
+                f"--config {path}: {name!r} is no flag of `greenlane serve`; see `greenlane serve --help`"
+            )
+        if known[name].key in values:
+            raise ConfigError(f"--config {path}: {known[name].name} stands there twice")
+        values[known[name].key] = _from_toml(path, known[name], item)
+    return values
+
+
+def _from_toml(path: Path, flag: Flag, item: Any) -> Value:
+    """The value in the form that a command line would give it."""
+    if flag.metavar is None:
+        if isinstance(item, bool):
+            return item
+        raise ConfigError(f"--config {path}: {flag.name} is a switch; write true or false")
+    items = item if isinstance(item, list) and flag.repeated else [item]
+    if any(isinstance(each, bool) or not isinstance(each, (str, int, float)) for each in items):
+        kind = "text, a number or a list of them" if flag.repeated else "text or a number"
+        raise ConfigError(f"--config {path}: {flag.name} must be {kind}")
+    texts = [str(each) for each in items]
+    return texts if flag.repeated else texts[0]
+
+
+def takes_flags(run: Callable[[dict[str, Value], Path | None, int | None], None]) -> Callable[..., None]:
+    """A typer command with every flag of the table, `--config` and a hidden `--ready-fd`, around `run(given, …)`."""
+    config_flag = typer.Option("--config", metavar="FILE", help="TOML file of these flags; flags given here win")
+    parameters = [_parameter(flag) for flag in FLAGS]
+    parameters.append(_option("config", Path | None, config_flag))
+    parameters.append(_option("ready_fd", int | None, typer.Option("--ready-fd", hidden=True)))
+
+    def command(**arguments: Any) -> None:
+        config, ready_fd = arguments.pop("config"), arguments.pop("ready_fd")
+        run({key: value for key, value in arguments.items() if value not in (None, [])}, config, ready_fd)
+
+    command.__doc__ = run.__doc__
+    # typer reads a command's options from its signature and annotations.
+    command.__dict__["__signature__"] = inspect.Signature(parameters)
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    return command
+
+
+def _parameter(flag: Flag) -> inspect.Parameter:
+    option = typer.Option(
+        f"--{flag.name}" if flag.metavar else f"--{flag.name}/--no-{flag.name}",
+        metavar=flag.metavar,
+        help=f"{flag.help} (default: {flag.default})" if flag.default else flag.help,
+        rich_help_panel=flag.panel,
+    )
+    kind: Any = list[str] if flag.repeated else str if flag.metavar else bool
+    return _option(flag.key, kind | None, option)
+
+
+def _option(name: str, kind: Any, option: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option])

@@ -1,0 +1,194 @@
+"""`greenlane serve`: settings in, supervised processes out.
+
+Owns the merge of flags and config file, the checks before anything starts, the addresses that the processes share, and
+the line that says that everything is ready.
+"""
+
+from __future__ import annotations
+
+import functools
+import ipaddress
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from frontend.cli_flags import To, Value, child_argv, default_of, read_config_file
+from frontend.config import ConfigError
+from frontend.supervisor import Supervisor
+from frontend.supervisor_process import Command, Hands, HealthProbe, Ready, run_supervisor
+
+CORE = "engine core"
+CORE_START_MARGIN_S = 15.0
+"""Over --start-timeout, which bounds the load itself."""
+FRONTEND_START_S = 120.0
+MAX_FRONTENDS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What `serve` will start."""
+
+    engine_address: str
+    engine: list[str]
+    """Command line of the engine core."""
+    frontends: list[list[str]]
+    start_timeout: float
+    engine_timeout: float
+
+
+def serve(given: Mapping[str, Value], config: Path | None, ready_fd: int | None) -> int:
+    """Run until stopped; the exit status. Settings that can't be served are refused here, with status 2."""
+    folder = Path(tempfile.mkdtemp(prefix="greenlane-", dir=os.environ.get("XDG_RUNTIME_DIR") or None))
+    try:
+        plan = make_plan({**(read_config_file(config) if config else {}), **given}, folder)
+        for argv in (plan.engine, *plan.frontends[:1]):
+            check_flags(argv)
+        finish = run_supervisor(functools.partial(_hands, plan, ready_fd))
+        say(finish.cause)
+        return finish.status
+    except ConfigError as error:
+        say(f"error: {error}")
+        return 2
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def say(text: str) -> None:
+    """A line about the processes, for the person who watches."""
+    sys.stderr.write(f"greenlane: {text}\n")
+    sys.stderr.flush()
+
+
+# ------------------------------ settings
+
+
+def make_plan(values: Mapping[str, Value], folder: Path) -> Plan:
+    """Command lines from flag values; `folder` is private and holds the engine core's socket by default."""
+    if "model" not in values:
+        raise ConfigError("--model is missing: a folder with config.json, or a repository id")
+    _require_loopback("--host", str(values.get("host", "127.0.0.1")))
+    address = str(values.get("engine_address", f"unix:{folder / 'engine.sock'}"))
+    count = _number(values, "frontends")
+    if not 1 <= count <= MAX_FRONTENDS:
+        raise ConfigError(f"--frontends is {count}; it must be from 1 to {MAX_FRONTENDS}")
+    python = [sys.executable, "-P", "-m"]
+    frontends = [
+        [*python, "frontend", f"--engine-address={address}", *child_argv(_ports(values, place), To.FRONTEND)]
+        for place in range(count)
+    ]
+    return Plan(
+        engine_address=address,
+        engine=[*python, "engine_core", "engine", *_listen(address), *child_argv(values, To.ENGINE)],
+        frontends=frontends,
+        start_timeout=_seconds(values, "start_timeout"),
+        engine_timeout=_seconds(values, "engine_timeout"),
+    )
+
+
+def _listen(address: str) -> list[str]:
+    """The engine core's own flags for its address."""
+    if address.startswith("unix:"):
+        return [f"--uds={address.removeprefix('unix:')}"]
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"--engine-address is {address!r}; it must be unix:/path or host:port")
+    _require_loopback("--engine-address", host)
+    if not 0 < int(port) < 65536:
+        raise ConfigError(
+            f"--engine-address {address}: the port must be from 1 to 65535, since frontends connect to it"
+        )
+    return [f"--host={host}", f"--port={port}"]
+
+
+def _require_loopback(flag: str, host: str) -> None:
+    """Nothing listens beyond this machine without TLS, and this version has none."""
+    try:
+        loopback = host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback:
+        raise ConfigError(
+            f"{flag} {host} reaches beyond this machine, which needs TLS; this version has none: use 127.0.0.1, and a "
+            "proxy or an SSH tunnel in front"
+        )
+
+
+def _ports(values: Mapping[str, Value], place: int) -> dict[str, Value]:
+    """The values for the frontend at `place`, which takes the ports `place` above those given; 0 stays 0."""
+    out = dict(values)
+    for key in ("port", "grpc_port"):
+        port = _number(values, key)
+        out[key] = str(port + place if port else 0)
+    return out
+
+
+def _number(values: Mapping[str, Value], key: str) -> int:
+    try:
+        return int(str(values.get(key, default_of(key))))
+    except ValueError:
+        raise ConfigError(f"--{key.replace('_', '-')} is {values[key]!r}; it must be a whole number") from None
+
+
+def _seconds(values: Mapping[str, Value], key: str) -> float:
+    try:
+        return float(str(values.get(key, default_of(key))))
+    except ValueError:
+        raise ConfigError(f"--{key.replace('_', '-')} is {values[key]!r}; it must be a number of seconds") from None
+
+
+def check_flags(argv: Sequence[str]) -> None:
+    """Let a process check its own flags, without starting anything. Raises ConfigError with what it says."""
+    result = subprocess.run([*argv, "--check-flags"], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if result.returncode != 0:
+        message = result.stderr.strip() or f"{' '.join(argv[3:])} --check-flags ended with {result.returncode}"
+        raise ConfigError(message.removeprefix("error: "))
+
+
+# ------------------------------ processes
+
+
+def _hands(plan: Plan, ready_fd: int | None) -> Hands:
+    names = [f"frontend {place + 1}" for place in range(len(plan.frontends))]
+    bounds = {CORE: plan.start_timeout + CORE_START_MARGIN_S, **dict.fromkeys(names, FRONTEND_START_S)}
+    commands = [Command(CORE, lambda _: plan.engine)]
+    commands += [
+        Command(name, functools.partial(_frontend_argv, argv)) for name, argv in zip(names, plan.frontends, strict=True)
+    ]
+    return Hands(
+        Supervisor(CORE, names, bounds),
+        commands,
+        probe=HealthProbe,
+        silence_bound=plan.engine_timeout,
+        say=say,
+        announce=functools.partial(announce, plan.engine_address, ready_fd),
+    )
+
+
+def _frontend_argv(argv: Sequence[str], previous: Ready | None) -> list[str]:
+    """A restarted frontend takes the ports that it announced, so that its clients find it again."""
+    if previous is None:
+        return [*argv]
+    ports = (str(previous[key]).rpartition(":")[2] for key in ("http", "grpc"))
+    return [*argv, *(f"--{flag}={port}" for flag, port in zip(("port", "grpc-port"), ports, strict=True))]
+
+
+def announce(engine_address: str, ready_fd: int | None, ready: Mapping[str, Ready], pids: Mapping[str, int]) -> None:
+    """Say in one line what serves where; as JSON to `ready_fd` too, for programs."""
+    frontends = [each for name, each in ready.items() if name != CORE]
+    http, grpc = [each["http"] for each in frontends], [each["grpc"] for each in frontends]
+    sys.stdout.write(f"ready: OpenAI API {' '.join(http)} · text gRPC {' '.join(grpc)} · engine {engine_address}\n")
+    sys.stdout.flush()
+    if ready_fd is not None:
+        message = {"http": http, "grpc": grpc, "engine": engine_address, "pids": pids, **_info(ready)}
+        with os.fdopen(ready_fd, "w") as pipe:
+            pipe.write(json.dumps(message) + "\n")
+
+
+def _info(ready: Mapping[str, Ready]) -> dict[str, object]:
+    return {"info": ready[CORE].get("info", {})}
