@@ -1,0 +1,207 @@
+"""The worker process: handshake, then plans in and results out, until the core says shutdown or is gone.
+
+Owns the process's life: every way it ends is here or in `fail_stop.py`. Executes nothing itself (`runner.py` does).
+`Worker.step` never blocks outside bounded driver calls; the waiting is the loop's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+from engine_core.config import WorkerConfig
+from engine_core.device.base import Device
+from engine_core.device.driver import Abort, Watch
+from engine_core.device.drop_queue import DropQueue
+from engine_core.device.fail_stop import FailStop, Watchdog
+from engine_core.device.guard import LaunchGuard
+from engine_core.device.lanes import Lanes
+from engine_core.errors import ConfigError, ProtocolViolation, describe_chain
+from engine_core.executor.channel import (
+    Configure,
+    Farewell,
+    FrameChannel,
+    Hello,
+    Loading,
+    Plan,
+    Quiesce,
+    Quiesced,
+    Ready,
+    Result,
+    Shutdown,
+)
+from engine_core.executor.processes import die_with_parent
+from engine_core.executor.zmq import PeerLost, ZmqFrames, connect_worker
+from engine_core.log import LEVELS, configure, event
+from engine_core.worker.inputs import RowTables
+from engine_core.worker.runner import Runner
+
+log = logging.getLogger("greenlane.worker")
+
+EXIT_FAILED, EXIT_REFUSED, EXIT_CORE_LOST = 1, 2, 1
+FAREWELL_S = 0.05
+"""Time for the I/O thread to hand a last frame to the kernel; the control pipe has said the same already."""
+
+OpenDevice = Callable[[WorkerConfig, Watch, Callable[[str, int, int], None]], Device]
+
+
+def device_opener(device: str) -> OpenDevice:
+    """The module that opens this kind of device, imported only now."""
+    kind = device.split(":", 1)[0]
+    if kind == "cpu":
+        from engine_core.device import cpu
+
+        return cpu.open_device
+    if kind == "fake":
+        from engine_core.device import fake
+
+        return fake.open_device
+    raise ConfigError(f"--device {device} can't be served by this version; use cpu or fake")
+
+
+def build_runner(device: Device, config: WorkerConfig, abort: Abort, now: Callable[[], float]) -> Runner:
+    """A runner over an opened device."""
+    lanes = Lanes(device.driver, device.streams, abort)
+    drops = DropQueue()
+    tables = RowTables(
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=device.max_model_len,
+        page_size=config.page_size,
+        total_pages=device.total_pages,
+        vocab_size=device.vocab_size,
+    )
+    return Runner(
+        compute=device.compute,
+        lanes=lanes,
+        guard=LaunchGuard(lanes, drops, abort, device.compute.is_fatal),
+        drops=drops,
+        tables=tables,
+        async_depth=config.async_depth,
+        now=now,
+    )
+
+
+class Worker:
+    """One rank, once its device is open. Errors that nothing can recover end in `abort`."""
+
+    def __init__(self, channel: FrameChannel, runner: Runner, watch: Watch, abort: Abort) -> None:
+        self._channel = channel
+        self._runner = runner
+        self._watch = watch
+        self._abort = abort
+        self.running = True
+
+    def step(self) -> None:
+        """Take the frames that have arrived, one plan at a time, and answer what is complete."""
+        try:
+            self._reply()
+            while self.running and (body := self._channel.receive()) is not None:
+                self._handle(body)
+                self._reply()
+        except ProtocolViolation as error:
+            self._abort("the core broke the protocol", error)
+            raise
+        except Exception as error:
+            self._abort("the worker failed outside guarded work", error)
+            raise
+
+    def _handle(self, body: object) -> None:
+        if isinstance(body, Plan):
+            with self._watch.bounded(f"step {body.plan.step}"):
+                self._runner.launch(body.plan)
+        elif isinstance(body, Quiesce):
+            self._runner.quiesce()
+            self._channel.send(Quiesced(body.token))
+        elif isinstance(body, Shutdown):
+            self._runner.close()
+            self.running = False
+        else:
+            raise ProtocolViolation(f"a worker that is ready got {type(body).__name__}")
+
+    def _reply(self) -> None:
+        if self.running:
+            with self._watch.bounded("collecting results"):
+                for result in self._runner.collect():
+                    self._channel.send(Result(result))
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="greenlane worker", description="One rank of an engine core, started by the core or by hand beside it."
+    )
+    parser.add_argument("--connect", required=True, metavar="ipc:///PATH", help="the core's worker socket")
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--control-fd", type=int, help="pipe for the last word of an abort; the core passes it")
+    parser.add_argument("--parent-pid", type=int, help="process without which the worker must not live")
+    parser.add_argument("--log-level", default="info", choices=LEVELS)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    """Run a worker to its end; the exit status. An abort ends the process from inside."""
+    options = parse(arguments)
+    if options.parent_pid is not None:
+        die_with_parent(options.parent_pid)
+    configure(options.log_level)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN if options.parent_pid is not None else signal.SIG_DFL)
+    frames = connect_worker(options.connect)
+    try:
+        return _serve(frames, FrameChannel(frames), options.rank, options.control_fd)
+    except PeerLost as error:
+        event(log, logging.WARNING, "core_lost", cause=str(error))
+        return EXIT_CORE_LOST
+    finally:
+        frames.close()
+
+
+def _serve(frames: ZmqFrames, channel: FrameChannel, rank: int, control_fd: int | None) -> int:
+    """Handshake, load, then the loop. A core that is gone raises PeerLost; the process's end then frees everything."""
+    channel.send(Hello(rank, os.getpid()))
+    config = _configuration(frames, channel)
+    fail_stop = FailStop(
+        farewell=_farewell(frames, channel), control_fd=control_fd, crash_dir=config.crash_dir, end=os._exit
+    )
+    watchdog = Watchdog(config.gpu_wait_timeout, fail_stop.abort)
+    started = time.monotonic()
+    try:
+        device = device_opener(config.device)(
+            config, watchdog, lambda what, done, total: channel.send(Loading(what, done, total))
+        )
+        runner = build_runner(device, config, fail_stop.abort, time.monotonic)
+    except Exception as error:
+        refused = isinstance(error, ConfigError)
+        channel.send(Farewell(str(error) if refused else describe_chain(error), config_error=refused))
+        return EXIT_REFUSED if refused else EXIT_FAILED
+    channel.send(Ready(device.total_pages, device.max_model_len, device.dtype, device.name, time.monotonic() - started))
+    worker = Worker(channel, runner, watchdog, fail_stop.abort)
+    while worker.running:
+        frames.wait(None)
+        worker.step()
+    return 0
+
+
+def _configuration(frames: ZmqFrames, channel: FrameChannel) -> WorkerConfig:
+    while (body := channel.receive()) is None:
+        frames.wait(None)
+    if not isinstance(body, Configure):
+        raise ProtocolViolation(f"{type(body).__name__} arrived instead of Configure")
+    return body.config
+
+
+def _farewell(frames: ZmqFrames, channel: FrameChannel) -> Callable[[str], None]:
+    """Send the last frame and let it leave; only from the thread that owns the socket (the control pipe serves all)."""
+    owner = threading.get_ident()
+
+    def tell(cause: str) -> None:
+        if threading.get_ident() == owner:
+            channel.send(Farewell(cause))
+            frames.close()
+            time.sleep(FAREWELL_S)
+
+    return tell

@@ -1,0 +1,194 @@
+"""The runner on the fake device: order, joins, ownership, and what a failure leaves behind."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine_core.device.driver import Status
+from engine_core.device.fake_driver import RaceDetected
+from engine_core.device.guard import Ownership
+from engine_core.errors import ProtocolViolation
+from engine_core.step import Lane, PrefillChunk
+from tests.device.rig import Aborted, RunnerRig, Script, ints, plan, row
+
+
+def prefill_then_decode(rig: RunnerRig, ids: list[int], steps: int) -> list[int]:
+    """One row alone: its prompt in one chunk, then `steps` decode steps; the tokens drawn."""
+    drawn = rig.run(plan(1, starts=[row(0, ids, list(range(8)))], chunks=[PrefillChunk(0, 0, len(ids), True)]))
+    for step in range(2, steps + 2):
+        drawn += rig.run(plan(step, decode=[0]))
+    return [token for tokens in drawn for token in tokens]
+
+
+IDS = [5, 6, 7, 8, 9, 10]
+
+
+def test_chunks_and_batches_give_the_tokens_of_a_row_alone() -> None:
+    """Red when a chunk boundary, a batch neighbour or the page order changes what a row sees."""
+    alone = prefill_then_decode(RunnerRig(), IDS, 5)
+    rig = RunnerRig()
+    drawn = rig.run(
+        plan(1, starts=[row(2, IDS, [9, 3, 17]), row(1, [1, 2], [4])], chunks=[PrefillChunk(2, 0, 4, False)]),
+        plan(2, chunks=[PrefillChunk(2, 4, 2, True), PrefillChunk(1, 0, 2, True)]),
+        plan(3, decode=[1, 2]),
+        plan(4, decode=[2, 1]),
+        plan(5, decode=[2]),
+        plan(6, decode=[2, 1], pages={1: 30}),
+        plan(7, decode=[2]),
+    )
+    assert [drawn[1][0], drawn[2][1], drawn[3][0], drawn[4][0], drawn[5][0], drawn[6][0]] == alone
+
+
+def test_l6_decode_goes_on_while_a_prefill_is_in_flight() -> None:
+    """L6, O8: red when a decode step waits for the prefill, or the prefill samples before it is complete."""
+    script = Script(eager=False)
+    rig = RunnerRig(script)
+    alone = prefill_then_decode(RunnerRig(), IDS, 3)
+    rig.runner.launch(plan(1, starts=[row(0, [1, 2], [0])], chunks=[PrefillChunk(0, 0, 2, True)]))
+    rig.table.run_all()
+    rig.runner.collect()
+    rig.runner.launch(
+        plan(2, starts=[row(1, IDS, [1, 2, 3])], decode=[0], chunks=[PrefillChunk(1, 0, 6, True)], lane=True)
+    )
+    rig.table.run(rig.streams[Lane.PRIMARY], 99)
+    (result,) = rig.runner.collect()
+    assert (len(ints(result.tokens)), result.prefills, result.prefill_complete) == (1, [], 0)
+    rig.runner.launch(plan(3, decode=[0], pages={0: 20}))
+    rig.table.run_all()
+    (result,) = rig.runner.collect()
+    assert result.prefills == []
+    rig.runner.launch(plan(4))
+    rig.table.run_all()
+    (result,) = rig.runner.collect()
+    assert [(p.step, ints(p.tokens)) for p in result.prefills] == [(2, alone[:1])]
+    assert result.prefill_complete == 2
+
+
+def test_e7_an_empty_plan_is_answered_when_the_prefill_completes() -> None:
+    """E7: red when idle with a prefill in flight counts as idle, or is answered before its completion."""
+    rig = RunnerRig(Script(eager=False))
+    rig.runner.launch(plan(1, starts=[row(1, IDS, [1, 2])], chunks=[PrefillChunk(1, 0, 6, True)], lane=True))
+    assert rig.runner.collect() == []
+    awaited = rig.runner.awaited()
+    assert awaited is not None
+    assert awaited.lane is Lane.PREFILL
+    rig.table.run_all()
+    assert rig.runner.collect() == []  # joined: its token is being drawn on the primary lane
+    rig.table.run_all()
+    (result,) = rig.runner.collect()
+    assert len(ints(result.prefills[0].tokens)) == 1
+
+
+def test_o1_the_prefill_lane_waits_for_the_primary_lane_s_pages() -> None:
+    """O1: red (RaceDetected) when `_launch_prefill` drops order_after: the prefill reads a prefix page that the primary
+    lane may still be writing."""
+    rig = RunnerRig(Script(eager=False))
+    rig.runner.launch(plan(1, starts=[row(0, [1, 2, 3, 4], [0])], chunks=[PrefillChunk(0, 0, 4, True)]))
+    rig.runner.launch(
+        plan(2, starts=[row(1, [1, 2, 3, 4, 5], [0, 1], cached=4)], chunks=[PrefillChunk(1, 4, 1, True)], lane=True)
+    )
+    rig.table.run_all()
+    rig.runner.collect()
+    assert rig.aborts == []
+
+
+def test_a_page_given_away_too_early_is_detected() -> None:
+    """Red when the vector clocks stop watching: a page that an unfinished prefill reads is written by decode."""
+    rig = RunnerRig(Script(eager=False))
+    rig.runner.launch(plan(1, starts=[row(0, [1, 2, 3], [0])], chunks=[PrefillChunk(0, 0, 3, True)]))
+    rig.runner.launch(plan(2, starts=[row(1, IDS, [1, 2])], chunks=[PrefillChunk(1, 0, 6, True)], lane=True))
+    with pytest.raises(Aborted):
+        rig.runner.launch(
+            plan(3, starts=[row(2, [7], [2])], decode=[0], chunks=[PrefillChunk(2, 0, 1, True)])
+        )
+    assert "RaceDetected" in rig.aborts[0] or "unordered" in rig.aborts[0]
+
+
+def test_o4_a_decode_failure_leaves_with_the_prefill_proven() -> None:
+    """O4: red when the error result goes out while the prefill lane is unproven."""
+    rig = RunnerRig(Script(eager=False))
+    rig.runner.launch(plan(1, starts=[row(0, [1, 2], [0])], chunks=[PrefillChunk(0, 0, 2, True)]))
+    rig.table.run_all()
+    rig.runner.collect()
+    rig.runner.launch(
+        plan(2, starts=[row(1, IDS, [1, 2])], decode=[0], chunks=[PrefillChunk(1, 0, 6, True)], lane=True)
+    )
+
+    def fail(*args: object) -> None:
+        raise MemoryError("no room")
+
+    rig.compute.sample = fail  # type: ignore[method-assign]
+    rig.runner.launch(plan(3, decode=[0]))
+    assert rig.lanes.proven(Lane.PREFILL) == 2
+    results = rig.runner.collect()
+    assert [result.error for result in results] == [None, "step 3 failed: MemoryError: no room"]
+
+
+def test_e5_a_step_whose_event_fails_is_reported_after_its_work_ended() -> None:
+    """E5: red when an event set-up failure aborts although the lane could be synchronized, or is reported before."""
+    rig = RunnerRig()
+    rig.script.faults["event_create"] = (Status.OUT_OF_MEMORY, False)
+    rig.runner.launch(plan(1, starts=[row(0, [1, 2], [0])], chunks=[PrefillChunk(0, 0, 2, True)]))
+    rig.script.faults.clear()
+    (result,) = rig.runner.collect()
+    assert result.error is not None
+    assert "event_create returned OUT_OF_MEMORY" in result.error
+    assert rig.lanes.proven(Lane.PRIMARY) == 1
+
+
+def test_events_are_destroyed() -> None:
+    """Red when a completion leaks: after any number of steps only the newest primary event may live."""
+    rig = RunnerRig()
+    rig.run(plan(1, starts=[row(0, [1, 2], [0, 1, 2, 3])], chunks=[PrefillChunk(0, 0, 2, True)]))
+    for step in range(2, 12):
+        rig.run(plan(step, decode=[0]))
+    assert rig.table.live_events == 1
+
+
+def test_o13_close_proves_the_lanes_idle_first() -> None:
+    """O13: red when `close` frees with a prefill in flight."""
+    rig = RunnerRig(Script(eager=False))
+    rig.runner.launch(plan(1, starts=[row(1, IDS, [1, 2])], chunks=[PrefillChunk(1, 0, 6, True)], lane=True))
+    rig.runner.close()
+    assert rig.lanes.proven(Lane.PREFILL) == 1
+
+
+def test_broken_plans_are_protocol_violations() -> None:
+    """Red when a plan that can't be right is executed."""
+    start = row(0, [1, 2, 3], [0])
+    chunk = PrefillChunk(0, 0, 3, True)
+    broken = [
+        plan(2, starts=[start], chunks=[chunk]),
+        plan(1, decode=[0]),
+        plan(1, starts=[row(0, [1], [99])]),
+        plan(1, starts=[row(9, [1], [0])]),
+        plan(1, starts=[row(0, [4000], [0])]),
+        plan(1, starts=[start], chunks=[PrefillChunk(0, 1, 2, True)]),
+        plan(1, starts=[start], chunks=[PrefillChunk(0, 0, 2, True)]),
+        plan(1, starts=[start], chunks=[PrefillChunk(0, 0, 4, True)]),
+        plan(1, starts=[row(0, [1, 2, 3, 4, 5], [0])], chunks=[PrefillChunk(0, 0, 5, True)]),
+        plan(1, starts=[start], chunks=[chunk], decode=[0]),
+        plan(1, starts=[start], pages={3: 1}),
+        plan(1, starts=[start], pages={0: -1}),
+    ]
+    for step in broken:
+        with pytest.raises(ProtocolViolation):
+            RunnerRig().runner.launch(step)
+    with pytest.raises(ProtocolViolation):
+        RunnerRig(overlap=False).runner.launch(plan(1, starts=[start], chunks=[chunk], lane=True))
+
+
+def test_depth_is_bounded() -> None:
+    """Red when more plans than async_depth + 1 are taken: ring slots would be reused before they were read."""
+    rig = RunnerRig(Script(eager=False), depth=1)
+    rig.runner.launch(plan(1, starts=[row(0, [1, 2], [0, 1])], chunks=[PrefillChunk(0, 0, 2, True)]))
+    rig.runner.launch(plan(2, decode=[0]))
+    with pytest.raises(ProtocolViolation):
+        rig.runner.launch(plan(3, decode=[0]))
+
+
+def test_race_detected_is_fatal() -> None:
+    """Red when a detected race is treated as a failed step that others survive."""
+    assert RunnerRig().compute.is_fatal(RaceDetected("page 1"))
+    assert not RunnerRig().compute.is_fatal(MemoryError())
+    assert Ownership.FAILED.value == "failed"
