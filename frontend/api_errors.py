@@ -30,10 +30,6 @@ _HTTP_STATUS = {
     Code.UNAVAILABLE: 503,
 }
 _OPENAI_TYPE = {
-    400: "invalid_request_error",
-    404: "invalid_request_error",
-    405: "invalid_request_error",
-    413: "invalid_request_error",
     429: "rate_limit_error",
     499: "request_cancelled",
     500: "server_error",
@@ -78,7 +74,7 @@ def openai_body(error: ApiError | HttpError) -> bytes:
     parameter = None if isinstance(error, HttpError) else error.parameter
     code = "model_not_found" if status == 404 and parameter == "model" else None
     return msgspec.json.encode(
-        {"error": {"message": error.message, "type": _OPENAI_TYPE[status], "param": parameter, "code": code}}
+        {"error": {"message": error.message, "type": _OPENAI_TYPE.get(status, "invalid_request_error"), "param": parameter, "code": code}}
     )
 
 

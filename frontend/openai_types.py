@@ -230,6 +230,8 @@ def _options(fields: Fields, sampling: Sampling, *, add_special_tokens: bool, pr
         raise invalid("cache_salt is empty; leave it out or send a secret of the tenant", "cache_salt")
     fields.text("user")
     fields.object("metadata")
+    if stream and prompt_logprobs:
+        raise invalid("prompt_logprobs can't be streamed; set stream to false", "prompt_logprobs")
     return Options(
         model=fields.text("model"),
         sampling=sampling,

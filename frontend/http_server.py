@@ -1,0 +1,195 @@
+"""HTTP without an opinion about what is served: routing, bounded bodies, server-sent events, errors, disconnects.
+
+Owns the ASGI application. Every answer that isn't a handler's own is an OpenAI-shaped error, and every exception
+becomes one here. Calls ASGI's `send` directly: at thousands of events a second, layers would cost more than the text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from frontend.api_errors import Headers, HttpError, http_headers, http_status, openai_body, unexpected
+from frontend.request import ApiError
+
+logger = logging.getLogger(__name__)
+
+Message = MutableMapping[str, Any]
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+BODY_TIMEOUT_S = 60.0
+"""A body must have arrived by then."""
+BUFFERED_BODIES = 8
+"""Bodies of the largest size that may be on their way in at once."""
+JSON = b"application/json"
+DONE = b"data: [DONE]\n\n"
+_EVENT_HEADERS: Headers = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class ClientGone(Exception):
+    """The client closed the connection: there is nobody to answer."""
+
+
+@dataclass(slots=True)
+class BodyBudget:
+    """Bytes of unread bodies held for all connections together."""
+
+    max_body_bytes: int
+    held: int = 0
+
+    def take(self, size: int) -> None:
+        if self.held + size > BUFFERED_BODIES * self.max_body_bytes:
+            raise HttpError(503, "too many large bodies are on their way in; try again", [(b"retry-after", b"1")])
+        self.held += size
+
+
+class Exchange:
+    """One HTTP request and its answer."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, budget: BodyBudget) -> None:
+        self.path: str = scope["path"]
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.streaming = False
+        self._receive = receive
+        self._send = send
+        self._budget = budget
+
+    async def body(self) -> bytes:
+        """The whole body. Raises HttpError beyond the size limit, before it is all here, and ClientGone."""
+        if self.headers.get(b"content-encoding", b"identity") != b"identity":
+            raise HttpError(415, "compressed bodies can't be read; send the JSON as it is")
+        limit = self._budget.max_body_bytes
+        if int(self._length() or 0) > limit:
+            raise _too_large(limit)
+        chunks: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                more = True
+                while more:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    chunk: bytes = message.get("body", b"")
+                    more = message.get("more_body", False)
+                    if size + len(chunk) > limit:
+                        raise _too_large(limit)
+                    self._budget.take(len(chunk))
+                    size += len(chunk)
+                    chunks.append(chunk)
+        except TimeoutError:
+            raise HttpError(408, f"the body wasn't complete within {BODY_TIMEOUT_S:g} s") from None
+        finally:
+            self._budget.held -= size
+        return b"".join(chunks)
+
+    async def unless_gone(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work`, cancelled as soon as the client is gone. The body must have been read before."""
+        task = asyncio.ensure_future(work)
+        watch = asyncio.ensure_future(self._gone())
+        try:
+            await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            watch.cancel()
+            task.cancel()
+            await asyncio.wait((task, watch))
+        if task.cancelled():
+            raise ClientGone
+        task.result()
+
+    async def answer(
+        self, body: bytes, status: int = 200, content_type: bytes = JSON, headers: Headers | None = None
+    ) -> None:
+        """The whole answer at once."""
+        fixed = [(b"content-type", content_type), (b"content-length", str(len(body)).encode())]
+        await self._send({"type": "http.response.start", "status": status, "headers": fixed + (headers or [])})
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def start_events(self) -> None:
+        """Begin a stream of server-sent events; errors become events of it from now on."""
+        await self._send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
+        self.streaming = True
+
+    async def write(self, events: bytes) -> None:
+        """Send whole events in one write; returns once the connection can take more."""
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def finish_events(self, last: bytes = b"") -> None:
+        await self._send({"type": "http.response.body", "body": last + DONE, "more_body": False})
+
+    async def fail(self, error: ApiError | HttpError) -> None:
+        """The error as this exchange's answer, or as the last event of its stream."""
+        if self.streaming:
+            await self.finish_events(b"data: " + openai_body(error) + b"\n\n")
+        else:
+            await self.answer(openai_body(error), http_status(error), headers=http_headers(error))
+
+    def _length(self) -> bytes | None:
+        value = self.headers.get(b"content-length")
+        if value is not None and not (value.isdigit() and len(value) <= 18):
+            raise HttpError(400, "content-length is no number of bytes")
+        return value
+
+    async def _gone(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+
+Handler = Callable[[Exchange], Awaitable[None]]
+Routes = Mapping[str, Mapping[str, Handler]]
+"""Handlers by path and method. A path that ends in `*` stands for every longer one; `Exchange.path` tells which."""
+
+
+class HttpServer:
+    """The ASGI application over a table of routes."""
+
+    def __init__(self, routes: Routes, max_body_bytes: int) -> None:
+        self._exact = {path: methods for path, methods in routes.items() if not path.endswith("*")}
+        self._prefixes = {path[:-1]: methods for path, methods in routes.items() if path.endswith("*")}
+        self._budget = BodyBudget(max_body_bytes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError(f"only HTTP is served, not {scope['type']}")
+        exchange = Exchange(scope, receive, send, self._budget)
+        try:
+            await self._handler(exchange.path, scope["method"])(exchange)
+        except ClientGone:
+            return
+        except (ApiError, HttpError) as error:
+            await exchange.fail(error)
+        except Exception as error:  # whatever it is, the client gets an answer and the server lives
+            logger.error("%s %r failed: %s", scope["method"], exchange.path[:64], where(error))
+            await exchange.fail(unexpected(error))
+
+    def _handler(self, path: str, method: str) -> Handler:
+        methods = self._exact.get(path)
+        if methods is None:
+            methods = next((m for prefix, m in self._prefixes.items() if path.startswith(prefix)), None)
+        if methods is None:
+            raise HttpError(404, "there is nothing at this path; GET / lists what there is")
+        handler = methods.get("GET" if method == "HEAD" else method)
+        if handler is None:
+            allowed = ", ".join(sorted(methods))
+            raise HttpError(405, f"this path takes {allowed}, not this method", [(b"allow", allowed.encode())])
+        return handler
+
+
+def where(error: BaseException) -> str:
+    """Type and places of an exception, for logs: its text and its values may hold a prompt."""
+    frames = traceback.extract_tb(error.__traceback__)[-6:]
+    return " < ".join([type(error).__name__, *(f"{frame.filename}:{frame.lineno}" for frame in reversed(frames))])
+
+
+def _too_large(limit: int) -> HttpError:
+    return HttpError(413, f"the body is larger than {limit} bytes")
