@@ -342,13 +342,23 @@ def sequence_seed(seed: int, index: int) -> int:
     return int.from_bytes(digest[:8], "little")
 
 
+def prefix_root(salt: bytes | None) -> bytes:
+    """The parent (32 bytes) of a chain's first page: one value a salt, another without any."""
+    return hashlib.sha256(b"greenlane.prefix.v1\x00" if salt is None else b"greenlane.prefix.v1\x01" + salt).digest()
+
+
+def prefix_next(parent: bytes, page_ids: bytes) -> bytes:
+    """The chain's next link (32 bytes) over one full page of int32 LE ids."""
+    return hashlib.sha256(parent + page_ids).digest()
+
+
 def prefix_chain(ids: Ids, page_size: int, salt: bytes | None) -> bytes:
     """SHA-256 chain over the full pages of `ids`, 32 bytes a page, as engine.proto defines it."""
-    parent = hashlib.sha256(b"greenlane.prefix.v1\x00" if salt is None else b"greenlane.prefix.v1\x01" + salt).digest()
+    parent = prefix_root(salt)
     data = ids.astype("<i4", copy=False).tobytes()
     width = 4 * page_size
     chain: list[bytes] = []
     for start in range(0, len(data) - width + 1, width):
-        parent = hashlib.sha256(parent + data[start : start + width]).digest()
+        parent = prefix_next(parent, data[start : start + width])
         chain.append(parent)
     return b"".join(chain)
