@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from engine_core.device.drop_queue import DropQueue
 from engine_core.device.driver import Driver
+from engine_core.device.drop_queue import DropQueue
 from engine_core.device.fail_stop import Unbounded
 from engine_core.device.fake import FakeCompute
 from engine_core.device.fake_driver import FakeTable

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from engine_core.device.drop_queue import DropQueue
 from engine_core.device.driver import EVENT_FLAGS, Driver, DriverError, Status
+from engine_core.device.drop_queue import DropQueue
 from engine_core.device.fail_stop import Unbounded
 from engine_core.device.fake_driver import FakeTable
 from engine_core.device.guard import LaunchGuard, Owned, Ownership, WorkFailed
@@ -105,7 +105,9 @@ def test_e4_record_failure_keeps_the_destroy_failure_beside_it(rig: Rig) -> None
         "event_record": (Status.INVALID_HANDLE, False),
         "event_destroy": (Status.INVALID_VALUE, False),
     }
-    with pytest.raises(EventSetupError, match=r"event_record returned INVALID_HANDLE.*event_destroy returned INVALID_V"):
+    with pytest.raises(
+        EventSetupError, match=r"event_record returned INVALID_HANDLE.*event_destroy returned INVALID_V"
+    ):
         rig.lanes.complete(Lane.PRIMARY, 1)
 
 

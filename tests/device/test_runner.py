@@ -98,13 +98,11 @@ def test_a_page_given_away_too_early_is_detected() -> None:
     rig.runner.launch(plan(1, starts=[row(0, [1, 2, 3], [0])], chunks=[PrefillChunk(0, 0, 3, True)]))
     rig.runner.launch(plan(2, starts=[row(1, IDS, [1, 2])], chunks=[PrefillChunk(1, 0, 6, True)], lane=True))
     with pytest.raises(Aborted):
-        rig.runner.launch(
-            plan(3, starts=[row(2, [7], [2])], decode=[0], chunks=[PrefillChunk(2, 0, 1, True)])
-        )
+        rig.runner.launch(plan(3, starts=[row(2, [7], [2])], decode=[0], chunks=[PrefillChunk(2, 0, 1, True)]))
     assert "RaceDetected" in rig.aborts[0] or "unordered" in rig.aborts[0]
 
 
-def test_o4_a_decode_failure_leaves_with_the_prefill_proven() -> None:
+def test_o4_a_decode_failure_leaves_with_the_prefill_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     """O4: red when the error result goes out while the prefill lane is unproven."""
     rig = RunnerRig(Script(eager=False))
     rig.runner.launch(plan(1, starts=[row(0, [1, 2], [0])], chunks=[PrefillChunk(0, 0, 2, True)]))
@@ -117,7 +115,7 @@ def test_o4_a_decode_failure_leaves_with_the_prefill_proven() -> None:
     def fail(*args: object) -> None:
         raise MemoryError("no room")
 
-    rig.compute.sample = fail  # type: ignore[method-assign]
+    monkeypatch.setattr(rig.compute, "sample", fail)
     rig.runner.launch(plan(3, decode=[0]))
     assert rig.lanes.proven(Lane.PREFILL) == 2
     results = rig.runner.collect()
