@@ -72,6 +72,7 @@ def test_delays_double_and_the_limit_ends_everything() -> None:
     for attempt in range(MAX_RESTARTS):
         assert f"restart {attempt + 1} of {MAX_RESTARTS}" in said(supervisor.exited(CORE, 1, now))
         due = supervisor.next_deadline()
+        assert due is not None
         assert due == pytest.approx(now + FIRST_DELAY_S * 2**attempt)
         assert supervisor.tick(due) == [Start(CORE)]
         now = due + 1.0
