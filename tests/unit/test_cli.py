@@ -1,0 +1,199 @@
+"""The `greenlane` command without a server: flags, config file, plans, refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from engine_core.config import EngineConfig
+from frontend.cli import app
+from frontend.cli_flags import FLAGS, To, Value, child_argv, read_config_file
+from frontend.config import ConfigError, FrontendConfig
+from frontend.serve import check_flags, make_plan
+
+TINY = Path(__file__).resolve().parents[1] / "fixtures" / "tiny-qwen3-austen"
+SET_BY_SERVE = {"host", "port", "uds", "worker_address", "engine_address"}
+"""Settings of the processes that `serve` derives from --engine-address or has no use for."""
+
+
+def flags_of(to: To) -> dict[str, str | None]:
+    return {flag.key: flag.default for flag in FLAGS if to in flag.to}
+
+
+def test_engine_flags_follow_the_engine() -> None:
+    """Red when the engine core gains, loses or renames a setting, or changes a default, and `serve` doesn't."""
+    settings = dict(zip(EngineConfig.__struct_fields__[1:], EngineConfig.__struct_defaults__, strict=True))
+    known = flags_of(To.ENGINE)
+    assert known.keys() == {"model", *settings} - SET_BY_SERVE
+    shown = {key: default for key, default in known.items() if default is not None}
+    assert shown == {key: str(settings[key]) for key in shown}
+
+
+def test_frontend_flags_follow_the_frontend() -> None:
+    """Red when the frontend gains, loses or renames a setting, or changes a default, and `serve` doesn't."""
+    settings = {field.name: field.default for field in dataclasses.fields(FrontendConfig)}
+    known = flags_of(To.FRONTEND)
+    assert known.keys() == settings.keys() - {"engine_address"}
+    shown = {key: default for key, default in known.items() if default is not None}
+    assert shown == {key: str(settings[key]) for key in shown}
+
+
+def test_every_process_accepts_what_serve_hands_it(tmp_path: Path) -> None:
+    """Red when a process's parser doesn't know a flag of the table: `serve` could never pass it on."""
+    values: dict[str, Value] = {flag.key: flag.default for flag in FLAGS if flag.default is not None}
+    values |= {"model": str(TINY), "served_model_name": ["a", "b"], "enable_prefix_caching": False, "threads": "1"}
+    values |= {"max_model_len": "512", "kv_cache_memory": "64MiB", "request_timeout": "30", "crash_dir": str(tmp_path)}
+    unset = {flag.key for flag in FLAGS} - values.keys()
+    assert unset == {"engine_address", "decode_sms"}
+    plan = make_plan(values, tmp_path)
+    for argv in (plan.engine, *plan.frontends):
+        check_flags(argv)
+
+
+def test_each_process_gets_its_own_flags() -> None:
+    values: dict[str, Value] = {"model": "m", "port": "1", "page_size": "32", "enable_prefix_caching": False}
+    values["served_model_name"] = ["a", "b"]
+    assert child_argv(values, To.ENGINE) == ["--model=m", "--page-size=32", "--no-enable-prefix-caching"]
+    assert child_argv(values, To.FRONTEND) == [
+        "--model=m",
+        "--served-model-name=a",
+        "--served-model-name=b",
+        "--port=1",
+    ]
+
+
+# ------------------------------ config file
+
+
+def test_config_file_values_become_flags(tmp_path: Path) -> None:
+    path = tmp_path / "serve.toml"
+    path.write_text('model = "m"\nmax-model-len = 512\nmax_num_seqs = 8\nserved-model-name = ["a", "b"]\n')
+    assert read_config_file(path) == {
+        "model": "m",
+        "max_model_len": "512",
+        "max_num_seqs": "8",
+        "served_model_name": ["a", "b"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("max-modl-len = 512", "'max-modl-len'"),
+        ("max-model-len = 512\nmax_model_len = 512", "max-model-len stands there twice"),
+        ("enable-prefix-caching = 1", "enable-prefix-caching is a switch"),
+        ("port = true", "port must be text or a number"),
+        ("port = [1]", "port must be text or a number"),
+        ("[server]\nport = 1", "'server'"),
+        ("port =", "can't be read"),
+    ],
+)
+def test_bad_config_files_are_refused_by_name(tmp_path: Path, text: str, named: str) -> None:
+    """Red if a misspelt key is ignored: the server would run with a default that nobody chose."""
+    path = tmp_path / "serve.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=named):
+        read_config_file(path)
+
+
+def test_missing_config_file_is_refused(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["serve", "--config", str(tmp_path / "none.toml")])
+    assert result.exit_code == 2
+    assert "none.toml can't be read" in result.output
+
+
+# ------------------------------ plans and refusals
+
+
+def test_plan_shares_one_address(tmp_path: Path) -> None:
+    """Red if the core listens elsewhere than where its frontends connect."""
+    plan = make_plan({"model": "m", "frontends": "2", "port": "9000"}, tmp_path)
+    assert plan.engine_address == f"unix:{tmp_path}/engine.sock"
+    assert f"--uds={tmp_path}/engine.sock" in plan.engine
+    assert all(f"--engine-address={plan.engine_address}" in argv for argv in plan.frontends)
+    assert [next(each for each in argv if each.startswith("--port")) for argv in plan.frontends] == [
+        "--port=9000",
+        "--port=9001",
+    ]
+
+
+def test_plan_with_tcp_engine(tmp_path: Path) -> None:
+    plan = make_plan({"model": "m", "engine_address": "127.0.0.1:7000"}, tmp_path)
+    assert plan.engine[-3:] == ["--host=127.0.0.1", "--port=7000", "--model=m"]
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({}, "--model is missing"),
+        ({"host": "0.0.0.0"}, "--host 0.0.0.0 reaches beyond this machine"),
+        ({"host": "example.org"}, "--host example.org"),
+        ({"engine_address": "10.0.0.1:7000"}, "--engine-address 10.0.0.1"),
+        ({"engine_address": "127.0.0.1:0"}, "port must be from 1 to 65535"),
+        ({"engine_address": "7000"}, "must be unix:/path or host:port"),
+        ({"frontends": "0"}, "--frontends is 0"),
+        ({"frontends": "many"}, "--frontends is 'many'"),
+        ({"engine_timeout": "soon"}, "--engine-timeout is 'soon'"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path, values: dict[str, Value], named: str) -> None:
+    """Red if an address beyond loopback is accepted, or a refusal doesn't name its flag."""
+    with pytest.raises(ConfigError, match=named):
+        make_plan({"model": "m", **values} if values else {}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--model", "/nowhere/at/all"], "config.json is missing"),
+        (["--model", str(TINY), "--async-depth", "9"], "--async-depth is 9"),
+        (["--model", str(TINY), "--device", "cuda"], "--device cuda"),
+        (["--model", str(TINY), "--tensor-parallel-size", "2"], "--tensor-parallel-size"),
+        (["--model", str(TINY), "--max-num-seqs", "x"], "--max-num-seqs"),
+        (["--model", str(TINY), "--port", "70000"], "--port"),
+    ],
+)
+def test_serve_checks_before_it_starts_anything(flags: list[str], named: str) -> None:
+    """Red if a bad setting is only found once processes run; the status says that a restart can't help."""
+    result = CliRunner().invoke(app, ["serve", *flags])
+    assert result.exit_code == 2
+    assert named in result.output
+
+
+def test_help_needs_nothing_heavy() -> None:
+    """Red if `greenlane --help` imports torch, grpc, tokenizers or numpy."""
+    code = (
+        "import sys\nfrom frontend.cli import app\n"
+        "try:\n    app(['--help'])\nexcept SystemExit:\n    pass\n"
+        "sys.exit(','.join({'torch', 'grpc', 'tokenizers', 'numpy'} & sys.modules.keys()) or 0)"
+    )
+    result = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "complete" in result.stdout
+
+
+def test_serve_help_shows_every_flag() -> None:
+    """Red if a flag of the table is missing from the help that a person reads."""
+    result = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0
+    missing = [flag.name for flag in FLAGS if f"--{flag.name}" not in result.output]
+    assert missing == []
+
+
+@pytest.mark.parametrize("command", ["engine", "frontend", "worker"])
+def test_processes_show_their_own_help(command: str) -> None:
+    """Red if `greenlane engine --help` shows the wrapper's help instead of the engine core's flags."""
+    script = [sys.executable, "-P", "-c", "from frontend.cli import main; main()", command, "--help"]
+    result = subprocess.run(script, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert {"engine": "--async-depth", "frontend": "--engine-address", "worker": "--connect"}[command] in result.stdout
+
+
+def test_version_is_the_distributions() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.output.startswith("greenlane 0.")
