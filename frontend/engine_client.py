@@ -1,0 +1,332 @@
+"""The frontend's connection to the engine core: one session at a time, kept alive, renewed when it is lost.
+
+Owns the gRPC channel, the session's reader, writer and watchdog, reconnecting, and the order of bad news: health turns
+first, then open requests end with UNAVAILABLE. Resumes nothing: a request belongs to its session. What the messages
+mean is `session.py`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+from greenlane.engine.v1 import engine_pb2 as pb
+from greenlane.engine.v1 import engine_pb2_grpc
+
+from frontend.clock import Clock, SystemClock
+from frontend.request import ApiError, Code, TextRequest
+from frontend.session import PROTOCOL_VERSION, Session
+from frontend.streams import RequestStream, Sequence
+from frontend.wire import ProtocolViolation, build_add
+
+MAX_MESSAGE_BYTES = 1 << 20
+CALL_TIMEOUT_S = 5.0
+"""Of the calls beside the session."""
+DRAIN_GRACE_S = 10.0
+"""What a Drain call may take beyond its own time cap."""
+LISTENER_TIMEOUT_S = 1.0
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 2.0
+LATE_S = 1.0
+"""A timer that fires this late tells that this process stood still, not the engine core."""
+INLINE_PROMPT_TOKENS = 16_384
+"""Longer prompts are packed and hashed in a worker thread (about 2 ms at this length)."""
+CHANNEL_OPTIONS = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),  # a new channel must not inherit the old one's connect backoff
+]
+
+logger = logging.getLogger(__name__)
+
+
+class ClientState(enum.Enum):
+    """What health says: only `SERVING` is healthy."""
+
+    CONNECTING = "connecting"
+    """No session yet since the start."""
+    SERVING = "serving"
+    DEAD = "dead"
+    """The session was lost; reconnecting."""
+    CLOSED = "closed"
+
+
+Listener = Callable[[ClientState], Awaitable[None]]
+
+
+class SessionLost(Exception):
+    """The session ended; the message says why."""
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """A plain channel to `unix:/path` or `host:port`, straight there whatever proxy the environment names."""
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+class EngineClient:
+    """Requests to the engine core at one address, and what is known of it."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        client_name: str = "frontend",
+        engine_timeout: float = 5.0,
+        clock: Clock | None = None,
+        connect: Callable[[str], grpc.aio.Channel] = open_channel,
+    ) -> None:
+        """`engine_timeout`: seconds of silence after which the engine core counts as frozen."""
+        self.state = ClientState.CONNECTING
+        self.info: pb.GetInfoResponse | None = None
+        """The newest welcome's; None before the first."""
+        self.lost_reason = "no connection yet"
+        """Why there is no session, for people."""
+        self._address = address
+        self._client_name = client_name
+        self._engine_timeout = engine_timeout
+        self._clock = clock or SystemClock()
+        self._connect = connect
+        self._listeners: list[Listener] = []
+        self._channel: grpc.aio.Channel | None = None
+        self._session: Session | None = None
+        self._due = asyncio.Event()
+        self._serving = asyncio.Event()
+        self._heard = 0.0
+        self._runner: asyncio.Task[None] | None = None
+
+    # -------------------------- life
+
+    def on_state(self, listener: Listener) -> None:
+        """Call the listener on every change of state; before open requests fail, for at most a second."""
+        self._listeners.append(listener)
+
+    async def start(self) -> None:
+        """Begin to connect, and to reconnect for as long as the client is open."""
+        self._runner = asyncio.create_task(self._run(), name="engine session")
+
+    async def serving(self) -> None:
+        """Wait until there is a session."""
+        await self._serving.wait()
+
+    async def close(self) -> None:
+        """End the session; open requests end with UNAVAILABLE."""
+        if self._runner is not None:
+            self._runner.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._runner
+        await self._lose(ClientState.CLOSED, "the frontend is stopping")
+
+    # -------------------------- requests
+
+    async def submit(self, request: TextRequest) -> RequestStream:
+        """Send a request. Raises ApiError: UNAVAILABLE without a session, and what `wire.build_add` refuses."""
+        session = self._ready_session()
+        build = (request, session.info.page_size, session.max_add_bytes)
+        if len(request.prompt_ids) <= INLINE_PROMPT_TOKENS:
+            return session.add(build_add(*build))
+        add = await asyncio.to_thread(build_add, *build)
+        if session is not self._session:  # lost meanwhile; the next one may have another page size
+            raise self._unavailable()
+        return session.add(add)
+
+    def abort(self, stream: RequestStream) -> None:
+        """End what is open of a request. Idempotent; safe after the session ended."""
+        if self._session is not None:
+            self._session.abort(stream)
+
+    def abort_sequence(self, sequence: Sequence) -> None:
+        """End one of a request's sequences. Idempotent; safe after the session ended."""
+        if self._session is not None:
+            self._session.abort_sequence(sequence)
+
+    @property
+    def open_sequences(self) -> int:
+        """Sequences that the engine core still works on for this frontend."""
+        return 0 if self._session is None else self._session.open_sequences
+
+    # -------------------------- other calls
+
+    async def get_info(self) -> pb.GetInfoResponse:
+        """GetInfo of the engine core. Raises ApiError (UNAVAILABLE) when it doesn't answer."""
+        answer: pb.GetInfoResponse = await self._call("GetInfo", pb.GetInfoRequest(), CALL_TIMEOUT_S)
+        return answer
+
+    async def get_stats(self) -> pb.GetStatsResponse:
+        """GetStats of the engine core. Raises ApiError (UNAVAILABLE) when it doesn't answer."""
+        answer: pb.GetStatsResponse = await self._call("GetStats", pb.GetStatsRequest(), CALL_TIMEOUT_S)
+        return answer
+
+    async def drain(self, timeout_s: float = 30.0) -> pb.DrainResponse:
+        """Drain the engine core, for all its frontends. Raises ApiError (UNAVAILABLE) when it doesn't answer."""
+        answer: pb.DrainResponse = await self._call(
+            "Drain", pb.DrainRequest(timeout_s=timeout_s), timeout_s + DRAIN_GRACE_S
+        )
+        return answer
+
+    async def _call(self, method: str, request: Any, timeout_s: float) -> Any:
+        if self._channel is None:
+            raise self._unavailable()
+        try:
+            return await getattr(engine_pb2_grpc.EngineStub(self._channel), method)(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise ApiError(Code.UNAVAILABLE, f"the engine core doesn't answer {method}: {error.details()}") from error
+        except grpc.aio.UsageError:  # the channel was closed while the call was made
+            raise self._unavailable() from None
+
+    def _ready_session(self) -> Session:
+        if self._session is None or self.state is not ClientState.SERVING:
+            raise self._unavailable()
+        return self._session
+
+    def _unavailable(self) -> ApiError:
+        return ApiError(Code.UNAVAILABLE, f"the engine core is not available: {self.lost_reason}", retry_after_s=1.0)
+
+    # -------------------------- the session
+
+    async def _run(self) -> None:
+        """Hold a session; when it is lost, tell everybody, wait a little and begin again."""
+        backoff = FIRST_BACKOFF_S
+        while True:
+            try:
+                async with self._open() as call:
+                    await self._hold(call)
+            except (SessionLost, ProtocolViolation) as error:
+                reason = str(error)
+            except Exception as error:  # a fault of ours must not leave requests waiting
+                logger.exception("the engine session failed")
+                reason = f"the frontend failed to handle its session ({type(error).__name__})"
+            had_session = self.state is ClientState.SERVING
+            await self._lose(ClientState.DEAD if self.info is not None else ClientState.CONNECTING, reason)
+            backoff = FIRST_BACKOFF_S if had_session else min(2 * backoff, MAX_BACKOFF_S)
+            await self._clock.sleep(backoff)
+
+    @contextlib.asynccontextmanager
+    async def _open(self) -> AsyncIterator[Any]:
+        """A channel and a Session call on it; both end with the context."""
+        self._channel = self._connect(self._address)
+        call = engine_pb2_grpc.EngineStub(self._channel).Session()
+        try:
+            yield call
+        except grpc.aio.AioRpcError as error:
+            raise SessionLost(f"{error.code().name}: {error.details()}") from error
+        finally:
+            call.cancel()
+            channel, self._channel = self._channel, None
+            await channel.close(None)
+
+    async def _hold(self, call: Any) -> None:
+        """Read, write and watch until one of them raises."""
+        self._heard = self._clock.now()
+        tasks = [asyncio.create_task(work) for work in (self._converse(call), self._watch())]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            await _end(tasks)
+
+    async def _converse(self, call: Any) -> None:
+        """Greet, then read for ever, with the writer beside."""
+        hello = pb.Hello(protocol_version=PROTOCOL_VERSION, client_name=self._client_name)
+        await _write(call, pb.SessionRequest(hello=hello))
+        first = await self._read(call)
+        if not first.HasField("welcome"):
+            raise ProtocolViolation("the engine core's first message is no welcome")
+        session = Session(first.welcome, self._due.set)
+        self._check_same_model(session.info)
+        writer = asyncio.create_task(self._write_all(call, session))
+        try:
+            await self._serve(session)
+            while not writer.done():
+                session.receive(await self._read(call))
+            writer.result()
+        finally:
+            await _end([writer])
+
+    async def _read(self, call: Any) -> pb.SessionResponse:
+        """The next message. Raises AioRpcError or SessionLost at the end of the call."""
+        message: object = await call.read()
+        if message is None:  # what gRPC gives for bytes that it can't parse
+            raise ProtocolViolation("the engine core sent a malformed message")
+        if not isinstance(message, pb.SessionResponse):
+            raise SessionLost("the engine core ended the session")
+        self._heard = self._clock.now()
+        return message
+
+    async def _write_all(self, call: Any, session: Session) -> None:
+        """One write outstanding; what becomes due meanwhile goes together into the next."""
+        while True:
+            await self._due.wait()
+            self._due.clear()
+            while (message := session.take()) is not None:
+                await _write(call, message)
+
+    async def _watch(self) -> None:
+        """Raise SessionLost after `engine_timeout` of silence; the core sends a heartbeat every second."""
+        while True:
+            due = self._heard + self._engine_timeout
+            if self._clock.now() >= due:
+                raise SessionLost(f"the engine core was silent for {self._engine_timeout:g} s")
+            await self._clock.sleep(due - self._clock.now())
+            if self._clock.now() - due > LATE_S:
+                self._heard = self._clock.now()
+
+    def _check_same_model(self, info: pb.GetInfoResponse) -> None:
+        """A core that came back with another vocabulary would be served with the wrong tokenizer."""
+        before = self.info
+        if before is not None and (before.architecture, before.vocab_size) != (info.architecture, info.vocab_size):
+            raise ProtocolViolation(
+                f"the engine core now serves {info.architecture} with {info.vocab_size} ids, before "
+                f"{before.architecture} with {before.vocab_size}: restart this frontend"
+            )
+
+    async def _serve(self, session: Session) -> None:
+        logger.info("engine session up: instance %s, model %s", session.info.instance_id, session.info.model)
+        self.info = session.info
+        self._session = session
+        self._due.clear()
+        await self._set_state(ClientState.SERVING)
+        self._serving.set()
+
+    async def _lose(self, state: ClientState, reason: str) -> None:
+        """Health first, then the requests."""
+        session = self._session
+        if session is not None or self.lost_reason != reason:
+            logger.warning("engine session lost: %s", reason)
+        self.lost_reason = reason
+        self._serving.clear()
+        await self._set_state(state)
+        self._session = None
+        if session is not None:
+            session.fail(ApiError(Code.UNAVAILABLE, f"the engine core was lost: {reason}", retry_after_s=1.0))
+
+    async def _set_state(self, state: ClientState) -> None:
+        if state is self.state:
+            return
+        self.state = state
+        for listener in self._listeners:
+            try:
+                await asyncio.wait_for(listener(state), LISTENER_TIMEOUT_S)
+            except Exception:
+                logger.exception("a listener of the engine state %s failed", state.value)
+
+
+async def _write(call: Any, message: pb.SessionRequest) -> None:
+    try:
+        await call.write(message)
+    except asyncio.InvalidStateError:  # the call has ended; reading tells why
+        await asyncio.Event().wait()
+
+
+async def _end(tasks: list[asyncio.Task[None]]) -> None:
+    """Cancel what still runs and take every result, so that no task's exception goes unseen."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
