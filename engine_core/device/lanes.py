@@ -38,6 +38,8 @@ class Completion:
     lane: Lane
     sequence: int
     event: Any
+    watched: bool = False
+    """A completion thread blocks on the event: it may not be destroyed yet."""
 
 
 class Lanes:
@@ -49,6 +51,7 @@ class Lanes:
         self._abort = abort
         self._launched = dict.fromkeys(Lane, 0)
         self._proven = dict.fromkeys(Lane, 0)
+        self._parked: list[Completion] = []
 
     def has(self, lane: Lane) -> bool:
         return lane in self._streams
@@ -102,13 +105,19 @@ class Lanes:
         return True
 
     def discard(self, completion: Completion) -> None:
-        """Destroy a proven completion's event. A failure is logged: it leaks an event, it can't race (rule E4)."""
-        try:
-            self._driver.call("event_destroy", completion.event)
-        except DriverError as error:
-            log.warning(
-                "a completion event leaks", extra={"fields": {"step": completion.sequence, "error": str(error)}}
-            )
+        """Destroy a proven completion's event, once no thread blocks on it any more.
+
+        A failure is logged: it leaks an event, it can't race (rule E4).
+        """
+        self._parked.append(completion)
+        ready = [parked for parked in self._parked if not parked.watched]
+        self._parked = [parked for parked in self._parked if parked.watched]
+        for parked in ready:
+            try:
+                self._driver.call("event_destroy", parked.event)
+            except DriverError as error:
+                fields = {"step": parked.sequence, "error": str(error)}
+                log.warning("a completion event leaks", extra={"fields": fields})
 
     def synchronize(self) -> None:
         """Block until every lane with launched, unproven work is proven idle. Raises DriverError when one can't be."""

@@ -7,6 +7,7 @@ Owns the process's life: every way it ends is here or in `fail_stop.py`. Execute
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import signal
@@ -16,11 +17,12 @@ from collections.abc import Callable
 
 from engine_core.config import WorkerConfig
 from engine_core.device.base import Device
+from engine_core.device.completion import CompletionThread
 from engine_core.device.driver import Abort, Watch
 from engine_core.device.drop_queue import DropQueue
 from engine_core.device.fail_stop import FailStop, Watchdog
 from engine_core.device.guard import LaunchGuard
-from engine_core.device.lanes import Lanes
+from engine_core.device.lanes import Completion, Lanes
 from engine_core.errors import ConfigError, ProtocolViolation, describe_chain
 from engine_core.executor.channel import (
     Configure,
@@ -35,8 +37,8 @@ from engine_core.executor.channel import (
     Result,
     Shutdown,
 )
+from engine_core.executor.frames import PeerLost, ZmqFrames, connect_worker
 from engine_core.executor.processes import die_with_parent
-from engine_core.executor.zmq import PeerLost, ZmqFrames, connect_worker
 from engine_core.log import LEVELS, configure, event
 from engine_core.worker.inputs import RowTables
 from engine_core.worker.runner import Runner
@@ -89,12 +91,30 @@ def build_runner(device: Device, config: WorkerConfig, abort: Abort, now: Callab
 class Worker:
     """One rank, once its device is open. Errors that nothing can recover end in `abort`."""
 
-    def __init__(self, channel: FrameChannel, runner: Runner, watch: Watch, abort: Abort) -> None:
+    def __init__(
+        self, channel: FrameChannel, runner: Runner, watch: Watch, abort: Abort, *, wait_timeout: float
+    ) -> None:
         self._channel = channel
         self._runner = runner
         self._watch = watch
         self._abort = abort
+        self._wait_timeout = wait_timeout
+        self._awaited: Completion | None = None
+        self._awaited_since = 0.0
         self.running = True
+
+    def awaited(self, now: float) -> tuple[Completion | None, float | None]:
+        """The completion that the next result needs, and the seconds it may still take; past them: abort (rule E6)."""
+        completion = self._runner.awaited()
+        if completion is None:
+            self._awaited = None
+            return None, None
+        if completion is not self._awaited:
+            self._awaited, self._awaited_since = completion, now
+        left = self._awaited_since + self._wait_timeout - now
+        if left <= 0:
+            self._abort(f"step {completion.sequence} was not complete within {self._wait_timeout:g} s", None)
+        return completion, left
 
     def step(self) -> None:
         """Take the frames that have arrived, one plan at a time, and answer what is complete."""
@@ -179,11 +199,25 @@ def _serve(frames: ZmqFrames, channel: FrameChannel, rank: int, control_fd: int 
         channel.send(Farewell(str(error) if refused else describe_chain(error), config_error=refused))
         return EXIT_REFUSED if refused else EXIT_FAILED
     channel.send(Ready(device.total_pages, device.max_model_len, device.dtype, device.name, time.monotonic() - started))
-    worker = Worker(channel, runner, watchdog, fail_stop.abort)
-    while worker.running:
-        frames.wait(None)
-        worker.step()
+    worker = Worker(channel, runner, watchdog, fail_stop.abort, wait_timeout=config.gpu_wait_timeout)
+    _loop(frames, worker, device)
     return 0
+
+
+def _loop(frames: ZmqFrames, worker: Worker, device: Device) -> None:
+    """Sleep until a frame or the awaited completion is there, then step."""
+    wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    frames.watch(wake_fd)
+    completions = CompletionThread(device.driver.table, lambda: os.eventfd_write(wake_fd, 1))
+    while worker.running:
+        completion, timeout = worker.awaited(time.monotonic())
+        if completion is not None:
+            completions.watch(completion)
+        frames.wait(timeout)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(wake_fd)
+        worker.step()
+    completions.close()
 
 
 def _configuration(frames: ZmqFrames, channel: FrameChannel) -> WorkerConfig:
