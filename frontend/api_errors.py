@@ -7,6 +7,7 @@ and writes no log.
 from __future__ import annotations
 
 import math
+import traceback
 
 import grpc
 import msgspec
@@ -54,6 +55,12 @@ def unexpected(error: Exception) -> ApiError:
     return ApiError(Code.INTERNAL, f"the server failed on this request ({type(error).__name__}); its log says where")
 
 
+def where(error: BaseException) -> str:
+    """Type and places of an exception, for logs: its text and its values may hold a prompt."""
+    frames = traceback.extract_tb(error.__traceback__)[-6:]
+    return " < ".join([type(error).__name__, *(f"{frame.filename}:{frame.lineno}" for frame in reversed(frames))])
+
+
 def http_status(error: ApiError | HttpError) -> int:
     return error.status if isinstance(error, HttpError) else _HTTP_STATUS[error.code]
 
@@ -74,7 +81,14 @@ def openai_body(error: ApiError | HttpError) -> bytes:
     parameter = None if isinstance(error, HttpError) else error.parameter
     code = "model_not_found" if status == 404 and parameter == "model" else None
     return msgspec.json.encode(
-        {"error": {"message": error.message, "type": _OPENAI_TYPE.get(status, "invalid_request_error"), "param": parameter, "code": code}}
+        {
+            "error": {
+                "message": error.message,
+                "type": _OPENAI_TYPE.get(status, "invalid_request_error"),
+                "param": parameter,
+                "code": code,
+            }
+        }
     )
 
 

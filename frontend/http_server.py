@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-from frontend.api_errors import Headers, HttpError, http_headers, http_status, openai_body, unexpected
+from frontend.api_errors import Headers, HttpError, http_headers, http_status, openai_body, unexpected, where
 from frontend.request import ApiError
 
 logger = logging.getLogger(__name__)
@@ -183,12 +182,6 @@ class HttpServer:
             allowed = ", ".join(sorted(methods))
             raise HttpError(405, f"this path takes {allowed}, not this method", [(b"allow", allowed.encode())])
         return handler
-
-
-def where(error: BaseException) -> str:
-    """Type and places of an exception, for logs: its text and its values may hold a prompt."""
-    frames = traceback.extract_tb(error.__traceback__)[-6:]
-    return " < ".join([type(error).__name__, *(f"{frame.filename}:{frame.lineno}" for frame in reversed(frames))])
 
 
 def _too_large(limit: int) -> HttpError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from frontend.openai_fields import INT32_MAX, UINT64_MAX, Fields, Json, invalid, kind
-from frontend.request import MAX_STOP_CHARS, MAX_STOP_STRINGS, ChatPrompt, Sampling
+from frontend.request import ChatPrompt, Sampling
 
 MAX_PROMPTS = 1024
 MAX_PROMPT_IDS = 1 << 20
@@ -250,19 +250,18 @@ def _options(fields: Fields, sampling: Sampling, *, add_special_tokens: bool, pr
 
 
 def _stop(fields: Fields) -> tuple[str, ...]:
+    """Stop strings; `generate` checks how many and how long they are."""
     value = fields.raw("stop")
+    if value is None:
+        return ()
     if isinstance(value, str):
-        value = [value]
-    elif value is not None and not isinstance(value, list):
+        return (value,)
+    if not isinstance(value, list):
         raise fields.wrong("stop", "a string or a list of strings")
     strings: list[str] = []
-    if value and len(value) > MAX_STOP_STRINGS:
-        raise invalid(f"stop has {len(value)} strings; at most {MAX_STOP_STRINGS} are allowed", "stop")
-    for item in value or []:
+    for item in value:
         if not isinstance(item, str):
             raise invalid(f"stop must hold strings, not {kind(item)}", "stop")
-        if not 1 <= len(item) <= MAX_STOP_CHARS:
-            raise invalid(f"a stop string has {len(item)} characters; it must have 1 to {MAX_STOP_CHARS}", "stop")
         strings.append(item)
     return tuple(strings)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Protocol
@@ -16,6 +16,7 @@ from typing import Protocol
 from greenlane.engine.v1 import engine_pb2
 
 from frontend.chat_template import ChatTemplate
+from frontend.engine_client import ClientState
 from frontend.metrics import Metrics
 from frontend.reasoning import template_thinks
 from frontend.request import ApiError, ChatPrompt, Code, Delta, TextRequest, TokenLogprob, Usage
@@ -36,19 +37,24 @@ class Health(enum.Enum):
     DEAD = "dead"
 
 
+_HEALTH = {
+    ClientState.CONNECTING: Health.STARTING,
+    ClientState.SERVING: Health.SERVING,
+    ClientState.DEAD: Health.DEAD,
+    ClientState.CLOSED: Health.DEAD,
+}
+
+
 class Answer(Protocol):
     """A request under way in the engine core (`generate.Generation`)."""
 
-    @property
-    def prompt_logprobs(self) -> Sequence[TokenLogprob] | None: ...
-
-    @property
-    def usage(self) -> Usage: ...
+    prompt_logprobs: list[TokenLogprob] | None
+    usage: Usage
 
     async def accepted(self) -> None:
         """Raises ApiError when the request is refused."""
 
-    async def __anext__(self) -> list[Delta]: ...
+    def __aiter__(self) -> AsyncIterator[list[Delta]]: ...
 
     async def aclose(self) -> None: ...
 
@@ -56,11 +62,8 @@ class Answer(Protocol):
 class Engine(Protocol):
     """What the edges ask of the engine core beyond requests (`engine_client.EngineClient`)."""
 
-    @property
-    def health(self) -> Health: ...
-
-    @property
-    def info(self) -> engine_pb2.GetInfoResponse | None: ...
+    state: ClientState
+    info: engine_pb2.GetInfoResponse | None
 
     async def get_stats(self) -> engine_pb2.GetStatsResponse: ...
 
@@ -98,7 +101,7 @@ class Served:
 
     @property
     def health(self) -> Health:
-        return Health.DRAINING if self._draining else self._engine.health
+        return Health.DRAINING if self._draining else _HEALTH[self._engine.state]
 
     @property
     def max_model_len(self) -> int:
@@ -186,6 +189,7 @@ class OpenRequest:
         on_end: Callable[[], None],
     ) -> None:
         self._answer = answer
+        self._deltas = aiter(answer)
         self._metrics = metrics
         self._clock = clock
         self._on_end = on_end
@@ -218,7 +222,7 @@ class OpenRequest:
 
     async def __anext__(self) -> list[Delta]:
         try:
-            deltas = await self._answer.__anext__()
+            deltas = await anext(self._deltas)
         except ApiError:
             self._outcome = "failed"
             raise
@@ -241,9 +245,9 @@ class OpenRequest:
         try:
             await self._answer.aclose()
         finally:
-            usage = self._answer.usage
-            self._metrics.prompt_tokens += usage.prompt_tokens
-            self._metrics.cached_tokens += usage.cached_tokens
+            if self._outcome != "rejected":
+                self._metrics.prompt_tokens += self._answer.usage.prompt_tokens
+                self._metrics.cached_tokens += self._answer.usage.cached_tokens
             self._metrics.count_outcome(self._outcome)
             self._metrics.duration.observe(self._clock() - self._started)
             self._on_end()

@@ -1,0 +1,71 @@
+"""What operators and browsers look at: health, metrics, version, and a small page about the server.
+
+Owns those HTTP paths and the files of `web/`, read once at the start. Nothing here touches a request being served.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import msgspec
+
+from frontend.api_errors import Headers
+from frontend.http_server import Exchange, Routes
+from frontend.metrics import CONTENT_TYPE
+from frontend.serving import Health, Served
+
+WEB_FOLDER = Path(__file__).parent / "web"
+WEB_FILES = {
+    "/": ("index.html", b"text/html; charset=utf-8"),
+    "/web/page.js": ("page.js", b"text/javascript; charset=utf-8"),
+    "/web/page.css": ("page.css", b"text/css; charset=utf-8"),
+}
+_PAGE_HEADERS: Headers = [
+    (b"content-security-policy", b"default-src 'self'; img-src data:; frame-ancestors 'none'"),
+    (b"x-content-type-options", b"nosniff"),
+]
+
+
+class StatusPages:
+    """Handlers over one served model."""
+
+    def __init__(self, served: Served, version: str) -> None:
+        self._served = served
+        self._version = version
+
+    def routes(self) -> Routes:
+        pages = {
+            path: {"GET": functools.partial(_page, (WEB_FOLDER / name).read_bytes(), kind)}
+            for path, (name, kind) in WEB_FILES.items()
+        }
+        return {
+            **pages,
+            "/health": {"GET": self.health},
+            "/ping": {"GET": self.health, "POST": self.health},
+            "/metrics": {"GET": self.metrics},
+            "/version": {"GET": self.version},
+        }
+
+    async def health(self, exchange: Exchange) -> None:
+        """200 exactly while requests are taken; the body says which state it is otherwise."""
+        health = self._served.health
+        info = self._served.engine_info
+        shape = {
+            "status": health.value,
+            "model": self._served.names[0],
+            "device": None if info is None else info.device,
+            "open_requests": self._served.metrics.open_requests,
+        }
+        await exchange.answer(msgspec.json.encode(shape), 200 if health is Health.SERVING else 503)
+
+    async def metrics(self, exchange: Exchange) -> None:
+        text = self._served.metrics.render(await self._served.engine_stats())
+        await exchange.answer(text, content_type=CONTENT_TYPE.encode())
+
+    async def version(self, exchange: Exchange) -> None:
+        await exchange.answer(msgspec.json.encode({"version": self._version}))
+
+
+async def _page(content: bytes, content_type: bytes, exchange: Exchange) -> None:
+    await exchange.answer(content, content_type=content_type, headers=_PAGE_HEADERS)

@@ -1,0 +1,227 @@
+"""The text gRPC service: greenlane.text.v1 over the same requests as the HTTP API.
+
+Owns the mapping of its messages and, in one place, of errors to gRPC status. Sends nothing, not even initial
+metadata, before the engine core has accepted the request. A cancelled or expired call leaves its request's context,
+which ends it in the engine core.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
+
+from greenlane.text.v1 import text_pb2, text_pb2_grpc
+
+from frontend.api_errors import STATUS_DETAILS_KEY, grpc_details, grpc_status, unexpected, where
+from frontend.openai_fields import decode_object, invalid
+from frontend.openai_types import MAX_N, MAX_SALT_BYTES
+from frontend.request import (
+    ApiError,
+    ChatPrompt,
+    Delta,
+    Sampling,
+    TextRequest,
+    TokenLogprob,
+    Usage,
+)
+from frontend.serving import Served
+
+logger = logging.getLogger(__name__)
+
+SERVICE = text_pb2.DESCRIPTOR.services_by_name["Text"].full_name
+MAX_LABEL_CHARS = 64
+MIN_DEADLINE_S = 0.001
+FAR_S = 1e8
+"""Deadlines this many seconds away are none."""
+
+Method = Callable[["TextService", Any, Any], Awaitable[Any]]
+
+
+def with_status(method: Method) -> Method:
+    """The method with whatever it raises turned into the call's status."""
+
+    @functools.wraps(method)
+    async def call(service: TextService, request: Any, context: Any) -> Any:
+        try:
+            return await method(service, request, context)
+        except ApiError as error:
+            failed = error
+        except Exception as error:  # whatever it is, the client gets a status and the server lives
+            logger.error("%s failed: %s", method.__qualname__, where(error))
+            failed = unexpected(error)
+        details = ((STATUS_DETAILS_KEY, grpc_details(failed)),)
+        return await context.abort(grpc_status(failed), failed.message, trailing_metadata=details)
+
+    return call
+
+
+class TextService(text_pb2_grpc.TextServicer):
+    """The servicer over one served model."""
+
+    def __init__(self, served: Served, new_id: Callable[[], str]) -> None:
+        self._served = served
+        self._new_id = new_id
+
+    @with_status
+    async def Generate(self, request: text_pb2.GenerateRequest, context: Any) -> None:  # noqa: N802 (gRPC's names)
+        self._served.check_model(_given(request, "model"))
+        request_id = request.request_id[:MAX_LABEL_CHARS] or self._new_id()
+        sampling = _sampling(request.sampling)
+        ids, echo = await self._prompt(request)
+        asked = _text_request(request, request_id, ids, sampling, context.time_remaining())
+        async with self._served.start(asked) as answer:
+            await answer.accepted()
+            echoed: set[int] = set()
+            described = not request.sampling.HasField("prompt_logprobs")
+            async for deltas in answer:
+                message = text_pb2.GenerateResponse(request_id=request_id, deltas=_merged(deltas, echo, echoed))
+                if not described:
+                    message.prompt_logprobs.extend(map(_logprob, answer.prompt_logprobs))
+                    described = True
+                await context.write(message)
+            await context.write(text_pb2.GenerateResponse(request_id=request_id, usage=_usage(answer.usage)))
+
+    @with_status
+    async def Tokenize(self, request: text_pb2.TokenizeRequest, context: Any) -> text_pb2.TokenizeResponse:  # noqa: N802
+        self._served.check_model(_given(request, "model"))
+        if request.WhichOneof("input") is None:
+            raise invalid("input is missing: set prompt or chat", "input")
+        is_chat = request.HasField("chat")
+        text = await self._served.render(_chat(request.chat)) if is_chat else request.prompt
+        special = request.add_special_tokens if request.HasField("add_special_tokens") else not is_chat
+        ids = await self._served.tokenizer.encode(text, special)
+        return text_pb2.TokenizeResponse(ids=ids, max_model_len=self._served.max_model_len)
+
+    @with_status
+    async def Detokenize(self, request: text_pb2.DetokenizeRequest, context: Any) -> text_pb2.DetokenizeResponse:  # noqa: N802
+        self._served.check_model(_given(request, "model"))
+        if any(token < 0 for token in request.ids):
+            raise invalid("ids holds a negative token id", "ids")
+        return text_pb2.DetokenizeResponse(text=await self._served.decode(request.ids, request.skip_special_tokens))
+
+    @with_status
+    async def ListModels(self, request: text_pb2.ListModelsRequest, context: Any) -> text_pb2.ListModelsResponse:  # noqa: N802
+        length = self._served.max_model_len
+        return text_pb2.ListModelsResponse(
+            models=[text_pb2.Model(id=name, max_model_len=length) for name in self._served.names]
+        )
+
+    async def _prompt(self, request: text_pb2.GenerateRequest) -> tuple[list[int], str]:
+        """The prompt's ids, and the text to stand before the first delta (empty without `echo`)."""
+        match request.WhichOneof("input"):
+            case "prompt":
+                text, ids = request.prompt, await self._served.tokenizer.encode(request.prompt)
+            case "chat":
+                text = await self._served.render(_chat(request.chat))
+                ids = await self._served.tokenizer.encode(text, add_special_tokens=False)
+            case "prompt_ids":
+                ids = list(request.prompt_ids.ids)
+                skip = not request.HasField("skip_special_tokens") or request.skip_special_tokens
+                text = await self._served.decode(ids, skip) if request.echo else ""
+            case _:
+                raise invalid("input is missing: set prompt, chat or prompt_ids", "input")
+        return ids, text if request.echo else ""
+
+
+# ------------------------------ requests
+
+
+def _given(message: Any, name: str) -> Any:
+    """A field with presence, None where it is absent."""
+    return getattr(message, name) if message.HasField(name) else None
+
+
+def _chat(chat: text_pb2.Chat) -> ChatPrompt:
+    kwargs = chat.template_kwargs_json
+    return ChatPrompt(
+        [{"role": message.role, "content": message.content} for message in chat.messages],
+        add_generation_prompt=not chat.HasField("add_generation_prompt") or chat.add_generation_prompt,
+        template_kwargs=decode_object(kwargs.encode()) if kwargs else {},
+    )
+
+
+def _sampling(message: text_pb2.Sampling) -> Sampling:
+    if message.HasField("n") and not 1 <= message.n <= MAX_N:
+        raise invalid(f"n is {message.n}; it must be from 1 to {MAX_N}", "n")
+    return Sampling(
+        temperature=_given(message, "temperature"),
+        top_p=_given(message, "top_p"),
+        top_k=_given(message, "top_k"),
+        min_p=_given(message, "min_p"),
+        seed=_given(message, "seed"),
+        repetition_penalty=_given(message, "repetition_penalty"),
+        presence_penalty=_given(message, "presence_penalty"),
+        frequency_penalty=_given(message, "frequency_penalty"),
+        logit_bias=dict(message.logit_bias),
+        max_tokens=_given(message, "max_tokens"),
+        min_tokens=_given(message, "min_tokens"),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=_given(message, "ignore_eos"),
+        n=_given(message, "n"),
+        logprobs=_given(message, "logprobs"),
+        prompt_logprobs=_given(message, "prompt_logprobs"),
+    )
+
+
+def _text_request(
+    request: text_pb2.GenerateRequest,
+    request_id: str,
+    ids: list[int],
+    sampling: Sampling,
+    remaining_s: float | None,
+) -> TextRequest:
+    salt = _given(request, "cache_salt")
+    if salt is not None and len(salt.encode()) > MAX_SALT_BYTES:
+        raise invalid(f"cache_salt has {len(salt.encode())} bytes; at most {MAX_SALT_BYTES} are allowed", "cache_salt")
+    return TextRequest(
+        prompt_ids=ids,
+        sampling=sampling,
+        stop=tuple(request.sampling.stop),
+        include_stop=request.sampling.include_stop,
+        skip_special_tokens=not request.HasField("skip_special_tokens") or request.skip_special_tokens,
+        priority=request.priority,
+        cache_salt=salt,
+        deadline_s=None if remaining_s is None or remaining_s > FAR_S else max(MIN_DEADLINE_S, remaining_s),
+        label=request_id,
+    )
+
+
+# ------------------------------ answers
+
+
+def _merged(deltas: Iterable[Delta], echo: str, echoed: set[int]) -> list[text_pb2.Delta]:
+    """One message a run of deltas of the same sequence; `echo` stands before a sequence's first text."""
+    messages: list[text_pb2.Delta] = []
+    for delta in deltas:
+        if not messages or messages[-1].index != delta.index:
+            messages.append(text_pb2.Delta(index=delta.index))
+        message = messages[-1]
+        if echo and delta.index not in echoed:
+            echoed.add(delta.index)
+            message.text += echo
+        message.text += delta.text
+        message.token_ids.extend(delta.token_ids)
+        if delta.logprobs:
+            message.logprobs.extend(map(_logprob, delta.logprobs))
+        if delta.finish_reason is not None:
+            message.finish_reason = delta.finish_reason
+            if delta.stop_reason is not None:
+                message.stop_reason = str(delta.stop_reason)
+    return messages
+
+
+def _logprob(entry: TokenLogprob) -> text_pb2.TokenLogprob:
+    tops: Sequence[text_pb2.TopLogprob] = [
+        text_pb2.TopLogprob(id=top.id, token=top.token, logprob=top.logprob) for top in entry.top
+    ]
+    return text_pb2.TokenLogprob(id=entry.id, token=entry.token, logprob=entry.logprob, rank=entry.rank, top=tops)
+
+
+def _usage(usage: Usage) -> text_pb2.Usage:
+    return text_pb2.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+    )
