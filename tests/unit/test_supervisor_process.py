@@ -1,0 +1,189 @@
+"""The supervisor's hands with real, small processes: readiness, ends, signals, silence, nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import pytest
+
+from frontend.supervisor import MAX_RESTARTS, Finish, Supervisor
+from frontend.supervisor_process import Command, Hands, Ready
+
+CORE, ONE = "engine core", "frontend 1"
+GUARD_S = 60.0
+
+SERVES = """
+import json, os, signal, sys
+fd = int(sys.argv[sys.argv.index("--ready-fd") + 1])
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+os.write(fd, json.dumps({"grpc": sys.argv[1], "argv": sys.argv[1:]}).encode() + b"\\n")
+os.close(fd)
+while True:
+    signal.pause()
+"""
+RUBBISH = """
+import os, sys
+with open(int(sys.argv[sys.argv.index("--ready-fd") + 1]), "w") as pipe:
+    try:
+        pipe.write({line})
+    except BrokenPipeError:
+        pass
+os._exit(2)
+"""
+ENDS_WITH = "import sys; sys.exit({status})"
+
+
+@dataclass
+class ScriptedProbe:
+    """Answers until `silent` is set, for the engine core."""
+
+    address: str
+    silent: asyncio.Event
+    closed: list[bool] = field(default_factory=list)
+
+    async def answers(self, within: float) -> bool:
+        if self.address != CORE or not self.silent.is_set():
+            return True
+        await asyncio.sleep(within)
+        return False
+
+    async def close(self) -> None:
+        self.closed.append(True)
+
+
+@dataclass
+class Run:
+    """One supervised run and what it told."""
+
+    scripts: Mapping[str, str]
+    on_announce: Callable[[Run], None] = lambda run: run.stop()
+    on_say: Callable[[Run, str], None] = lambda run, text: None
+    silence_bound: float = 30.0
+    said: list[str] = field(default_factory=list)
+    ready: Mapping[str, Ready] = field(default_factory=dict)
+    pids: Mapping[str, int] = field(default_factory=dict)
+    silent: asyncio.Event = field(default_factory=asyncio.Event)
+    hands: Hands | None = None
+    probes: list[ScriptedProbe] = field(default_factory=list)
+
+    async def __call__(self) -> Finish:
+        self.hands = Hands(
+            Supervisor(CORE, (ONE,), {CORE: GUARD_S, ONE: GUARD_S}),
+            [Command(name, self._argv(name, script)) for name, script in self.scripts.items()],
+            probe=self._probe,
+            silence_bound=self.silence_bound,
+            say=self._say,
+            announce=self._announce,
+        )
+        return await asyncio.wait_for(self.hands.run(), GUARD_S)
+
+    @staticmethod
+    def _argv(name: str, script: str) -> Callable[[Ready | None], list[str]]:
+        python = [sys.executable, "-S", "-E", "-c", script, name]
+        return lambda before: [*python, "first" if before is None else "again"]
+
+    def _probe(self, address: str) -> ScriptedProbe:
+        self.probes.append(ScriptedProbe(address, self.silent))
+        return self.probes[-1]
+
+    def _say(self, text: str) -> None:
+        self.said.append(text)
+        self.on_say(self, text)
+
+    def _announce(self, ready: Mapping[str, Ready], pids: Mapping[str, int]) -> None:
+        self.ready, self.pids = ready, pids
+        self.on_announce(self)
+
+    @staticmethod
+    def stop() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def stop_when_serving_again(run: Run, text: str) -> None:
+    if "serving again" in text:
+        run.stop()
+
+
+async def test_starts_announces_drains_and_leaves_nothing() -> None:
+    """Red if a process, a descriptor or a signal handler outlives the run."""
+    descriptors = len(os.listdir("/proc/self/fd"))
+    run = Run({CORE: SERVES, ONE: SERVES})
+    assert await run() == Finish(0, "stopped by signal")
+    assert run.ready.keys() == {CORE, ONE}
+    assert all(gone(pid) for pid in run.pids.values())
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert all(probe.closed for probe in run.probes)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+async def test_a_killed_process_is_started_again_with_what_it_announced() -> None:
+    """Red if the end of a process goes unnoticed, or if its successor isn't told the earlier addresses."""
+    run = Run(
+        {CORE: SERVES, ONE: SERVES},
+        on_announce=lambda run: os.kill(run.pids[ONE], signal.SIGKILL),
+        on_say=stop_when_serving_again,
+    )
+    assert (await run()).status == 0
+    assert "the frontend 1 was killed by SIGKILL; restart 1 of 5 in 0.25 s" in run.said
+
+
+async def test_a_frozen_process_is_killed_and_replaced() -> None:
+    """Red if a stopped process, which still exists and holds its sockets, is taken for a living one."""
+
+    def freeze(run: Run) -> None:
+        os.kill(run.pids[CORE], signal.SIGSTOP)
+        run.silent.set()
+
+    def on_say(run: Run, text: str) -> None:
+        if "answered no health check" in text:
+            run.silent.clear()
+        stop_when_serving_again(run, text)
+
+    run = Run({CORE: SERVES, ONE: SERVES}, freeze, on_say, silence_bound=0.2)
+    assert (await run()).status == 0
+    assert gone(run.pids[CORE])
+
+
+@pytest.mark.parametrize(("status", "restarts"), [(2, 0), (1, MAX_RESTARTS)])
+async def test_a_process_that_keeps_ending(status: int, restarts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if refused settings are retried, or if a crash loop goes on for ever."""
+    monkeypatch.setattr("frontend.supervisor.FIRST_DELAY_S", 0.001)
+    run = Run({CORE: ENDS_WITH.format(status=status), ONE: SERVES})
+    assert (await run()).status == status
+    assert sum("restart" in text for text in run.said) == restarts
+
+
+@pytest.mark.parametrize("line", ["'ready when you are'", "'[]'", "'{\"http\": 1}'", "'9' * 200_000"])
+async def test_what_is_not_a_ready_line_makes_nothing_ready(line: str) -> None:
+    """Red if rubbish on the ready pipe is taken for readiness or ends the supervisor."""
+    run = Run({CORE: RUBBISH.format(line=line), ONE: SERVES})
+    assert await run() == Finish(2, "the engine core refused its settings")
+    assert run.ready == {}
+
+
+async def test_children_ignore_the_terminal() -> None:
+    """Red if a child shares the supervisor's process group: Ctrl-C would reach it beside the supervisor's SIGTERM."""
+    groups: list[int] = []
+
+    def look(run: Run) -> None:
+        groups.extend(os.getpgid(pid) for pid in run.pids.values())
+        run.stop()
+
+    run = Run({CORE: SERVES, ONE: SERVES}, look)
+    await run()
+    assert os.getpgid(0) not in groups
+    assert json.dumps(run.ready[CORE]["argv"]).startswith('["engine core", "first", "--ready-fd"')
