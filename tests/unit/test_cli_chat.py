@@ -1,0 +1,211 @@
+"""`greenlane chat`, `complete` and `check` against a scripted text server in this process."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from pathlib import Path
+
+import grpc
+import pytest
+from greenlane.text.v1 import text_pb2, text_pb2_grpc
+from typer.testing import CliRunner
+
+from frontend.chat import Answer, ChatSession, SamplingOptions, stream_answer
+from frontend.check import Finding, check_machine, print_findings
+from frontend.cli import app
+
+TINY = Path(__file__).resolve().parents[1] / "fixtures" / "tiny-qwen3-austen"
+Script = Callable[[text_pb2.GenerateRequest, grpc.ServicerContext], Iterator[text_pb2.GenerateResponse]]
+
+
+def delta(text: str, ids: list[int], finish: str | None = None) -> text_pb2.GenerateResponse:
+    return text_pb2.GenerateResponse(deltas=[text_pb2.Delta(text=text, token_ids=ids, finish_reason=finish)])
+
+
+def two_words(request: text_pb2.GenerateRequest, context: grpc.ServicerContext) -> Iterator[text_pb2.GenerateResponse]:
+    yield delta("Good ", [1])
+    yield delta("day.", [2, 3], "stop")
+    yield text_pb2.GenerateResponse(usage=text_pb2.Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=4))
+
+
+class TextServer(text_pb2_grpc.TextServicer):
+    """Keeps what was asked and answers by script."""
+
+    def __init__(self) -> None:
+        self.script: Script = two_words
+        self.requests: list[text_pb2.GenerateRequest] = []
+
+    def Generate(  # noqa: N802  (gRPC's name)
+        self, request: text_pb2.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[text_pb2.GenerateResponse]:
+        self.requests.append(request)
+        yield from self.script(request, context)
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[TextServer, str]]:
+    """A scripted server and its address."""
+    service = TextServer()
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    text_pb2_grpc.add_TextServicer_to_server(service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield service, f"127.0.0.1:{port}"
+    server.stop(None).wait()
+
+
+def run(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, list(arguments), input=stdin)
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_one_question(served: tuple[TextServer, str]) -> None:
+    """Red if `chat QUESTION` sends something else than that question, or loses part of the streamed answer."""
+    service, address = served
+    status, out, _ = run("chat", "How do you do?", "--address", address, "--system", "Be brief.", "--max-tokens", "9")
+    assert (status, out) == (0, "Good day.\n")
+    (request,) = service.requests
+    assert [(each.role, each.content) for each in request.chat.messages] == [
+        ("system", "Be brief."),
+        ("user", "How do you do?"),
+    ]
+    assert request.sampling.max_tokens == 9
+    assert not request.sampling.HasField("temperature")
+
+
+def test_piped_conversation_has_history(served: tuple[TextServer, str]) -> None:
+    """Red if a later message is sent without the earlier ones and their answers."""
+    service, address = served
+    status, out, _ = run("chat", "--address", address, stdin="one\n\ntwo\n")
+    assert (status, out) == (0, "Good day.\nGood day.\n")
+    assert [each.content for each in service.requests[1].chat.messages] == ["one", "Good day.", "two"]
+
+
+def test_a_refused_message_leaves_no_trace(served: tuple[TextServer, str]) -> None:
+    """Red if a failed question stays in the history, or ends the conversation."""
+    service, address = served
+
+    def refuse_bad(
+        request: text_pb2.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[text_pb2.GenerateResponse]:
+        if request.chat.messages[-1].content == "bad":
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "temperature is 200")
+        return two_words(request, context)
+
+    service.script = refuse_bad
+    status, _, err = run("chat", "--address", address, stdin="bad\ngood\n")
+    assert status == 0
+    assert "INVALID_ARGUMENT: temperature is 200" in err
+    assert [each.content for each in service.requests[1].chat.messages] == ["good"]
+
+
+def test_complete_and_its_figures(served: tuple[TextServer, str]) -> None:
+    service, address = served
+    status, out, err = run("complete", "-", "--address", address, "--stats", "--seed", "5", stdin="It was")
+    assert (status, out) == (0, "Good day.\n")
+    assert service.requests[0].prompt == "It was"
+    assert service.requests[0].sampling.seed == 5
+    assert "7 prompt tokens (4 cached), 3 output tokens" in err
+
+
+def test_figures_count_tokens_after_the_first() -> None:
+    """Red if tokens per second includes the first token, whose time is the prompt's."""
+    answer = Answer(tokens=11, prompt_tokens=5, first_token_s=0.5, total_s=1.5)
+    assert answer.figures() == "first token after 500 ms, 10.0 tokens/s, 5 prompt tokens (0 cached), 11 output tokens"
+    assert Answer().figures() == "no token came"
+
+
+def test_no_server_is_said_plainly() -> None:
+    """Red if an absent server gives a traceback, or status 0."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        status, _, err = run("chat", "hello", "--address", f"127.0.0.1:{free.getsockname()[1]}")
+    assert status == 1
+    assert "UNAVAILABLE" in err
+    assert "greenlane serve" in err
+
+
+def test_values_that_the_wire_cannot_carry(served: tuple[TextServer, str]) -> None:
+    status, _, err = run("complete", "x", "--address", served[1], "--max-tokens", "-1")
+    assert status == 2
+    assert "error:" in err
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_it(served: tuple[TextServer, str]) -> None:
+    """Red if Ctrl-C leaves the request running in the server, or throws the partial answer away."""
+    service, address = served
+    ended = futures.Future[bool]()
+
+    def endless(
+        request: text_pb2.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[text_pb2.GenerateResponse]:
+        context.add_callback(lambda: ended.set_result(True))
+        yield delta("So", [1])
+        os.kill(os.getpid(), signal.SIGINT)
+        ended.result(timeout=60)
+
+    service.script = endless
+    with grpc.insecure_channel(address) as channel:
+        session = ChatSession(address)
+        answer = session.ask(text_pb2_grpc.TextStub(channel), "talk", io.StringIO())
+    assert answer.stopped
+    assert ended.result(timeout=60)
+    assert session.messages[-1].role == "assistant"
+
+
+def test_streaming_writes_as_it_comes(served: tuple[TextServer, str]) -> None:
+    """Red if the text is collected and written at the end."""
+    service, address = served
+    out = io.StringIO()
+
+    def after_first_word_is_out(
+        request: text_pb2.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[text_pb2.GenerateResponse]:
+        yield delta("first", [1])
+        while out.getvalue() != "first" and context.is_active():
+            os.sched_yield()
+        yield delta(" second", [2], "length")
+
+    service.script = after_first_word_is_out
+    with grpc.insecure_channel(address) as channel:
+        request = text_pb2.GenerateRequest(prompt="x", sampling=SamplingOptions().message())
+        answer = stream_answer(text_pb2_grpc.TextStub(channel), request, out)
+    assert answer.text == out.getvalue() == "first second"
+    assert answer.finish_reason == "length"
+
+
+# ------------------------------ check
+
+
+def test_check_of_this_machine() -> None:
+    """Red if a machine that runs these tests is called unfit, or a finding is missing."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        busy = taken.getsockname()[1]
+        findings = {each.what: each for each in check_machine(str(TINY), "cpu", (0, busy))}
+    assert findings["Python"].fit
+    assert findings["torch"].fit
+    assert findings["model"] == Finding("model", True, f"{TINY}: Qwen3ForCausalLM, 0.01 GiB of weights")
+    assert findings["port 0"].fit
+    assert findings[f"port {busy}"].fit is False
+    assert findings.keys() >= {"NVIDIA driver", "GPU", "lane modes"}
+
+
+def test_check_names_what_is_unfit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Red if an unfit machine gets exit status 0, or the reason is lost."""
+    (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    findings = check_machine(str(tmp_path), "cpu", ())
+    assert print_findings(findings, as_json=True) == 1
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["fit"] is False
+    (model,) = [each for each in printed["findings"] if each["what"] == "model"]
+    assert "GPT2LMHeadModel" in model["found"]
+    assert print_findings(findings, as_json=False) == 1
+    assert "not fit to serve" in capsys.readouterr().out
