@@ -5,6 +5,8 @@ Owns the defaults and the rules between settings. Parses no flags (`cli.py` does
 
 from __future__ import annotations
 
+import ipaddress
+
 import msgspec
 
 from engine_core.errors import ConfigError
@@ -76,6 +78,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if ":" in self.device:
             raise ConfigError(f"--device {self.device}: only cuda takes an ordinal")
+        _loopback("--host", self.host)
+        _within("--port", self.port, 0, 65535)
         _one_of("--dtype", self.dtype, DTYPES)
         _one_of("--load-format", self.load_format, LOAD_FORMATS)
         if self.tensor_parallel_size != 1:
@@ -139,3 +143,13 @@ def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
 def _within(flag: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
         raise ConfigError(f"{flag} is {value}; it must be from {low} to {high}")
+
+
+def _loopback(flag: str, host: str) -> None:
+    """Nothing listens beyond this machine without TLS."""
+    try:
+        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback:
+        raise ConfigError(f"{flag} {host} reaches beyond this machine, which needs TLS: this version serves 127.0.0.1")

@@ -43,6 +43,8 @@ MAX_CLIENT_NAME_BYTES = 128
 MAX_DEADLINE_S = 1e9
 HEARTBEAT_S = 1.0
 """Silence after which an empty message tells the frontend that the core lives."""
+HELLO_S = 10.0
+"""How long a client may hold a session's place without saying hello."""
 
 
 class SessionBroken(Exception):
@@ -86,6 +88,7 @@ class Session:
         self._next_number = 0
         self._step = 0
         self._writing = False
+        self._opened = now
         self._last_write = now
 
     # -------------------------- from the client
@@ -216,6 +219,10 @@ class Session:
     def silent(self, now: float) -> bool:
         """Whether a heartbeat is due."""
         return self._greeted and not self._writing and now - self._last_write >= HEARTBEAT_S
+
+    def speechless(self, now: float) -> bool:
+        """Whether the client has kept its place for long without a hello."""
+        return not self._greeted and now - self._opened >= HELLO_S
 
     @property
     def settled(self) -> bool:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 PR_SET_PDEATHSIG = 1
+PR_SET_NAME = 15
 MAX_FAREWELL_BYTES = 16 << 10
 STDERR_FILENO = 2
 
@@ -39,11 +40,20 @@ def die_with_parent(parent_pid: int) -> None:
 
     Exits at once when the parent is gone already.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(1)
+
+
+def set_title(name: str) -> None:
+    """The process's name in ps and top; at most 15 bytes."""
+    _prctl(PR_SET_NAME, ctypes.c_char_p(name.encode()))
+
+
+def _prctl(option: int, argument: int | ctypes.c_char_p) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, argument, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
 class WorkerProcess:

@@ -22,9 +22,9 @@ MAX_PATH_BYTES = 107
 
 
 @contextmanager
-def private_folder(parent: Path | None) -> Iterator[Path]:
-    """A new folder of mode 0700 under `parent` (default: the system's temporary folder), removed at the end."""
-    folder = Path(tempfile.mkdtemp(prefix="greenlane-", dir=parent))
+def private_folder() -> Iterator[Path]:
+    """A new folder of mode 0700 in the user's runtime folder (else the temporary one), removed at the end."""
+    folder = Path(tempfile.mkdtemp(prefix="greenlane-", dir=os.environ.get("XDG_RUNTIME_DIR") or None))
     try:
         check_private(folder)
         yield folder

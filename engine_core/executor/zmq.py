@@ -85,6 +85,7 @@ class ZmqExecutor:
         self._frames.watch(wake_fd)
         self._channel = FrameChannel(self._frames)
         self._process: WorkerProcess | None = None
+        self._ready = False
         self._lost = False
         self._outstanding: deque[int] = deque()
         self._waiting_since = 0.0
@@ -118,6 +119,7 @@ class ZmqExecutor:
             if isinstance(body, Loading):
                 progress(body)
             elif isinstance(body, Ready):
+                self._ready = True
                 return self._checked(body, config)
             else:
                 raise self._broken(f"{type(body).__name__} arrived during start-up")
@@ -271,7 +273,7 @@ class ZmqExecutor:
         except ProtocolViolation as error:
             raise EngineDead("worker 0 broke the protocol") from error
         if isinstance(body, Farewell):
-            if body.config_error:
+            if body.config_error and not self._ready:
                 raise ConfigError(body.cause)
             raise EngineDead(f"worker 0 aborted: {body.cause}")
         return body

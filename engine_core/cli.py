@@ -1,0 +1,201 @@
+"""Command lines of the engine core's processes: `engine` and `worker`.
+
+Owns the flags and their checks. Imports neither torch nor grpc nor zmq until something is really started, so that
+`--help` and `--check-flags` are quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import re
+import select
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+
+from engine_core.config import EngineConfig
+from engine_core.errors import ConfigError
+from engine_core.log import LEVELS
+from engine_core.model_config import ModelConfig, load_model_config
+from engine_core.model_files import CONFIG_FILES, SERVED_FILES, find_model
+
+EXIT_REFUSED = 2
+USAGE = "usage: python -P -m engine_core {engine,worker} [FLAGS]; --help after either says which\n"
+UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{infix}B": base**power
+    for infix, base in (("i", 1024), ("", 1000))
+    for power, prefix in enumerate("KMGT", 1)
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Flag:
+    """One field of EngineConfig as a flag; `aliases` are other servers' names of the same thing."""
+
+    field: str
+    kind: Callable[[str], Any] | None
+    """Parses the value; None: a switch with a --no- form."""
+    help: str
+    aliases: tuple[str, ...] = ()
+
+
+def size(text: str) -> int:
+    """Bytes: 1073741824, 1GiB, 1.5GiB, 512MiB, 4GB."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    unit = UNITS.get(match[2]) if match else None
+    if match is None or unit is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write bytes or e.g. 4GiB, 512MiB")
+    return int(float(match[1]) * unit)
+
+
+FLAGS = (
+    Flag("model", str, "folder with config.json, or a repository id"),
+    Flag("device", str, "cpu, cuda, cuda:N or fake"),
+    Flag("dtype", str, "auto, float32 or bfloat16; auto: float32 on cpu, the checkpoint's elsewhere"),
+    Flag("load_format", str, "auto, safetensors or dummy (random weights)"),
+    Flag("max_model_len", int, "tokens of prompt + output; default: the model's, cut to what the KV cache holds"),
+    Flag("max_num_seqs", int, "sequences running at once"),
+    Flag("max_num_batched_tokens", int, "tokens a step, decode rows included"),
+    Flag("page_size", int, "tokens a KV page", ("--block-size",)),
+    Flag(
+        "kv_cache_memory", size, "size of the KV cache, e.g. 4GiB; default on cpu: 1GiB", ("--kv-cache-memory-bytes",)
+    ),
+    Flag("gpu_memory_utilization", float, "share of the GPU's memory for weights and KV cache"),
+    Flag("enable_prefix_caching", None, "keep prompts' KV pages for later requests"),
+    Flag("async_depth", int, "steps in flight, 1 to 3"),
+    Flag("max_queue", int, "sequences waiting at once; more are refused"),
+    Flag("tensor_parallel_size", int, "workers that share the model", ("-tp",)),
+    Flag("decode_overlap", str, "lane of prefill beside decode: off, stream or green"),
+    Flag("decode_sms", int, "SMs of decode while a prefill is in flight, for green"),
+    Flag("threads", int, "CPU threads of a worker; default: the cores it may use"),
+    Flag("gpu_wait_timeout", float, "seconds that one step may take on a worker"),
+    Flag("worker_timeout", float, "seconds of silence after which a worker counts as frozen"),
+    Flag("start_timeout", float, "seconds for a worker to load the model"),
+    Flag("worker_address", str, "unix:/path to listen on for a worker started by hand; default: one is started"),
+    Flag("crash_dir", str, "folder for crash reports; default: none are written"),
+    Flag("host", str, "address of gRPC; loopback only"),
+    Flag("port", int, "gRPC port; 0: any free one"),
+    Flag("uds", str, "unix socket path for gRPC instead of host and port"),
+    Flag("log_level", str, ", ".join(LEVELS)),
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage text."""
+
+    def error(self, message: str) -> NoReturn:
+        refuse(message)
+        raise SystemExit(EXIT_REFUSED)
+
+
+def refuse(message: str) -> int:
+    """Say on stderr why nothing was started; the exit status for that."""
+    sys.stderr.write(f"error: {message}\n")
+    return EXIT_REFUSED
+
+
+def main(arguments: list[str]) -> int:
+    """Run one process of the engine core to its end; the exit status."""
+    if arguments[:1] == ["engine"]:
+        return engine(arguments[1:])
+    if arguments[:1] == ["worker"]:
+        from engine_core.worker.worker import main as worker
+
+        return worker(arguments[1:])
+    sys.stderr.write(USAGE)
+    return 0 if arguments[:1] in (["--help"], ["-h"]) else EXIT_REFUSED
+
+
+def engine(arguments: list[str]) -> int:
+    """`engine FLAGS`: check everything that can be checked without loading a model, then serve."""
+    options = parser().parse_args(arguments)
+    try:
+        bind_to_parent(options.parent_pid, options.ready_fd)
+        config = read_config(options)
+        folder = find_model(config.model, CONFIG_FILES if options.check_flags else SERVED_FILES)
+        model = check_model(config, folder)
+    except ConfigError as error:
+        return refuse(str(error))
+    if options.check_flags:
+        return 0
+    from engine_core.main import run
+
+    return run(config, folder, model, options.ready_fd)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Every field of EngineConfig as a flag, and what only a supervisor or a script says."""
+    out = Parser(
+        prog="greenlane engine", description="Engine core: token ids over gRPC, one worker.", allow_abbrev=False
+    )
+    defaults = {field.name: field for field in msgspec.structs.fields(EngineConfig)}
+    for flag in FLAGS:
+        names = (f"--{flag.field.replace('_', '-')}", *flag.aliases)
+        default = defaults[flag.field].default
+        shown = "" if default in (None, msgspec.NODEFAULT) else f" (default: {default})"
+        if flag.kind is None:
+            action = argparse.BooleanOptionalAction
+            out.add_argument(*names, action=action, default=default, help=flag.help + shown)
+        else:
+            required = default is msgspec.NODEFAULT
+            out.add_argument(
+                *names,
+                dest=flag.field,
+                type=flag.kind,
+                required=required,
+                default=None if required else default,
+                metavar=flag.kind.__name__.upper(),
+                help=flag.help + shown,
+            )
+    out.add_argument("--check-flags", action="store_true", help="check flags and model configuration, start nothing")
+    out.add_argument("--ready-fd", type=int, help="descriptor that gets one JSON line once the engine serves")
+    out.add_argument("--parent-pid", type=int, help="process without which the engine core must not live")
+    return out
+
+
+def read_config(options: argparse.Namespace) -> EngineConfig:
+    """The checked settings; raises ConfigError."""
+    config = EngineConfig(**{flag.field: getattr(options, flag.field) for flag in FLAGS})
+    config.check()
+    if config.log_level not in LEVELS:
+        raise ConfigError(f"--log-level is {config.log_level!r}; it must be one of {', '.join(LEVELS)}")
+    if config.uds is not None and config.port != 0:
+        raise ConfigError("--uds and --port exclude each other: choose one")
+    if config.worker_address is not None and not config.worker_address.startswith("unix:/"):
+        raise ConfigError(f"--worker-address is {config.worker_address!r}; it must be unix:/path")
+    if config.crash_dir is not None and Path(config.crash_dir).exists() and not Path(config.crash_dir).is_dir():
+        raise ConfigError(f"--crash-dir {config.crash_dir} is no folder")
+    return config
+
+
+def check_model(config: EngineConfig, folder: Path) -> ModelConfig:
+    """The model's configuration, where these settings fit it; raises ConfigError."""
+    model = load_model_config(folder)
+    if config.max_model_len is not None and config.max_model_len > model.max_position:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len} is beyond the model's context of {model.max_position} tokens"
+        )
+    return model
+
+
+def bind_to_parent(parent_pid: int | None, ready_fd: int | None) -> None:
+    """Die with the parent: with the one named, or with the one that waits at the other end of the ready pipe."""
+    if parent_pid is None and ready_fd is None:
+        return
+    from engine_core.executor.processes import die_with_parent
+
+    die_with_parent(os.getppid() if parent_pid is None else parent_pid)
+    if ready_fd is not None:
+        poller = select.poll()
+        try:
+            poller.register(ready_fd, 0)
+            broken = poller.poll(0)
+        except (ValueError, OverflowError) as error:
+            raise ConfigError(f"--ready-fd {ready_fd} is no open descriptor") from error
+        if broken:  # no reader, or not open: whoever started this process is gone
+            raise ConfigError(f"--ready-fd {ready_fd} has no reader any more")

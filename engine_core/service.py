@@ -1,0 +1,365 @@
+"""The engine core's gRPC server: sessions, information, drain, health and reflection.
+
+Owns every gRPC type of the package but the health servicer's, the streams of open sessions, and the place where errors
+become gRPC statuses (`_statuses`). The session protocol itself is `session.py`'s; the engine is reached through `Core`.
+Runs on one asyncio loop; `deliver` must be called there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import functools
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from typing import Any, Protocol, TypeVar
+
+import grpc
+from greenlane.engine.v1 import engine_pb2 as pb
+from greenlane.engine.v1 import engine_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from engine_core import session as protocol
+from engine_core.errors import ConfigError, EngineDead, StatusCode
+from engine_core.health import NOT_SERVING, SERVING, Health
+from engine_core.log import event
+from engine_core.request import Command, ModelLimits, Output
+from engine_core.session import MAX_MESSAGE_BYTES, SessionBroken
+
+log = logging.getLogger(__name__)
+
+ENGINE_SERVICE = pb.DESCRIPTOR.services_by_name["Engine"].full_name
+MAX_SESSIONS = 64
+MAX_CALLS = 1024
+TICK_S = 0.25
+SETTLE_POLL_S = 0.01
+DRAIN_CAP_S = 30.0
+MAX_DRAIN_S = 3600.0
+STATUS = {code.value[0]: code for code in grpc.StatusCode}
+
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),  # a port in use must be an error, not a second listener
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
+    ("grpc.http2.max_ping_strikes", 0),
+)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Asked = TypeVar("Asked")
+Answer = TypeVar("Answer")
+Method = Callable[["EngineService", Asked, Context], Coroutine[Any, Any, Answer]]
+
+
+class State(enum.IntEnum):
+    """Values of greenlane.engine.v1.EngineState."""
+
+    STARTING = 1
+    SERVING = 2
+    DRAINING = 3
+    DEAD = 4
+
+
+class Core(Protocol):
+    """What the service needs of the engine thread. `submit` never blocks."""
+
+    def submit(self, commands: Iterable[Command]) -> None:
+        """Hand commands over, in order."""
+
+    async def room(self) -> None:
+        """Wait while the engine thread has too many commands still to take."""
+
+    async def stats(self) -> Any:
+        """An object with the fields of engine.proto's Gauges and Counters (but `sessions`), or None before there is
+        an engine."""
+
+    async def drain(self, timeout_s: float) -> tuple[int, int]:
+        """Stop admission, let open sequences finish; (finished, aborted by the cap)."""
+
+    async def flush_cache(self) -> int:
+        """Drop unreferenced prefix-cache pages; how many."""
+
+
+def _statuses(method: Method[Asked, Answer]) -> Method[Asked, Answer]:
+    """Errors become gRPC statuses here and nowhere else; one that nobody expected is INTERNAL, its text only logged."""
+
+    @functools.wraps(method)
+    async def wrapped(self: EngineService, request: Asked, context: Context) -> Answer:
+        try:
+            return await method(self, request, context)
+        except SessionBroken as broken:
+            await context.abort(STATUS[int(broken.code)], broken.message)
+        except EngineDead as dead:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(dead))
+        except grpc.aio.AbortError:
+            raise
+        except Exception:
+            log.exception("call_failed", extra={"fields": {"method": method.__name__}})
+            await context.abort(grpc.StatusCode.INTERNAL, "internal error of the engine core; see its log")
+
+    return wrapped
+
+
+class _Stream:
+    """An open session and its tasks' way to be woken and ended."""
+
+    def __init__(self, session: protocol.Session) -> None:
+        self.session = session
+        self.changed = asyncio.Event()
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def end(self, reason: SessionBroken) -> None:
+        """Have the session end with this status; the first reason stays."""
+        if not self.ended.done():
+            self.ended.set_exception(reason)
+
+
+class EngineService(engine_pb2_grpc.EngineServicer):
+    """The Engine servicer. Starts in STARTING; `serve`, `drain` and `die` move it on."""
+
+    def __init__(
+        self,
+        core: Core,
+        health: Health,
+        info: pb.GetInfoResponse,
+        *,
+        draw_seed: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
+        max_unacked_bytes: int = protocol.MAX_UNACKED_BYTES,
+    ) -> None:
+        self.state = State.STARTING
+        self._core = core
+        self._health = health
+        self._info = info
+        self._limits: ModelLimits | None = None
+        self._draw_seed = draw_seed
+        self._clock = clock
+        self._started = clock()
+        self._max_unacked_bytes = max_unacked_bytes
+        self._streams: dict[int, _Stream] = {}
+        self._sessions_opened = 0
+        self._rejected = 0
+        self._cause = ""
+
+    # -------------------------- life
+
+    async def serve(self, limits: ModelLimits, info: pb.GetInfoResponse) -> None:
+        """The engine is ready: sessions may come."""
+        self._limits = limits
+        self._info = info
+        self.state = State.SERVING
+        await self._health.set(SERVING)
+
+    async def drain(self, timeout_s: float) -> tuple[int, int]:
+        """Refuse new sessions and requests, let open ones finish; (finished, aborted). Health turns first."""
+        if self.state in (State.STARTING, State.SERVING):
+            self.state = State.DRAINING
+        await self._health.set(NOT_SERVING)
+        return await self._core.drain(timeout_s)
+
+    async def die(self, cause: str) -> None:
+        """The engine is dead: when this returns, health says so; sessions still get what is delivered."""
+        self.state = State.DEAD
+        self._cause = cause
+        await self._health.set(NOT_SERVING)
+
+    def deliver(self, outputs: list[Output]) -> None:
+        """Hand the outputs of an engine step to their sessions. A session that is gone gets nothing more."""
+        for output in outputs:
+            stream = self._streams.get(output.session)
+            if stream is None:
+                continue
+            try:
+                stream.session.publish(output)
+            except SessionBroken as broken:
+                stream.end(broken)
+            stream.changed.set()
+
+    async def settle(self, timeout_s: float) -> bool:
+        """Wait until every client has acknowledged everything, or the time is over; whether they all have."""
+        deadline = self._clock() + timeout_s
+        while not all(stream.session.settled for stream in self._streams.values()):
+            if self._clock() >= deadline:
+                return False
+            await asyncio.sleep(SETTLE_POLL_S)
+        return True
+
+    def end_sessions(self, message: str) -> None:
+        """End every open session with UNAVAILABLE."""
+        for stream in self._streams.values():
+            stream.end(SessionBroken(StatusCode.UNAVAILABLE, message))
+
+    async def tick(self) -> None:
+        """Forever: have silent sessions send heartbeats, end those whose hello doesn't come."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = self._clock()
+            for stream in self._streams.values():
+                if stream.session.silent(now):
+                    stream.changed.set()
+                elif stream.session.speechless(now):
+                    stream.end(SessionBroken(StatusCode.INVALID_ARGUMENT, "no hello came"))
+
+    # -------------------------- Session
+
+    @_statuses
+    async def Session(  # noqa: N802 - the name is the protocol's
+        self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context
+    ) -> None:
+        stream = self._open()
+        session = stream.session
+        try:
+            await self._converse(stream, request_iterator, context)
+        finally:
+            del self._streams[session.number]
+            self._rejected += session.rejected
+            self._core.submit([session.close()])
+            event(log, logging.INFO, "session_closed", session=session.number, client=session.client_name)
+
+    def _open(self) -> _Stream:
+        """A place among the bounded number of sessions; raises SessionBroken when there is none."""
+        if self.state is not State.SERVING or self._limits is None:
+            raise SessionBroken(StatusCode.UNAVAILABLE, self._unavailable())
+        if len(self._streams) >= MAX_SESSIONS:
+            raise SessionBroken(
+                StatusCode.RESOURCE_EXHAUSTED, f"{MAX_SESSIONS} sessions are open, the most there may be"
+            )
+        self._sessions_opened += 1
+        session = protocol.Session(
+            self._sessions_opened,
+            self._limits,
+            self._stamped_info(),
+            now=self._clock(),
+            draw_seed=self._draw_seed,
+            max_unacked_bytes=self._max_unacked_bytes,
+        )
+        stream = self._streams[session.number] = _Stream(session)
+        event(log, logging.INFO, "session_opened", session=session.number, open=len(self._streams))
+        return stream
+
+    def _unavailable(self) -> str:
+        if self.state is State.DEAD:
+            return f"the engine core has failed: {self._cause}"
+        return f"the engine core is {self.state.name.lower()}"
+
+    async def _converse(self, stream: _Stream, messages: AsyncIterator[pb.SessionRequest], context: Context) -> None:
+        """Read and write until the client leaves or the session ends; raises SessionBroken for the latter."""
+        ends: list[asyncio.Future[None]] = [
+            stream.ended,
+            asyncio.create_task(self._read(stream, messages)),
+            asyncio.create_task(self._write(stream, context)),
+        ]
+        try:
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for end in ends:
+                end.cancel()
+        for end in done:
+            end.result()
+
+    async def _read(self, stream: _Stream, messages: AsyncIterator[pb.SessionRequest]) -> None:
+        """The client's messages become commands, until it closes its side."""
+        async for message in messages:
+            commands = stream.session.receive(message, self._clock())
+            if commands:
+                self._core.submit(commands)
+            stream.changed.set()
+            await self._core.room()
+
+    async def _write(self, stream: _Stream, context: Context) -> None:
+        """One write outstanding; what comes meanwhile merges into the next."""
+        session = stream.session
+        while True:
+            message = session.take(self._clock())
+            if message is None:
+                stream.changed.clear()
+                await stream.changed.wait()
+            else:
+                await context.write(message)
+                session.written(self._clock())
+
+    # -------------------------- unary calls
+
+    @_statuses
+    async def GetInfo(  # noqa: N802 - the name is the protocol's
+        self, request: pb.GetInfoRequest, context: Context
+    ) -> pb.GetInfoResponse:
+        return self._stamped_info()
+
+    def _stamped_info(self) -> pb.GetInfoResponse:
+        info = pb.GetInfoResponse()
+        info.CopyFrom(self._info)
+        info.MergeFrom(pb.GetInfoResponse(state=pb.EngineState.Name(self.state)))
+        return info
+
+    @_statuses
+    async def GetStats(  # noqa: N802 - the name is the protocol's
+        self, request: pb.GetStatsRequest, context: Context
+    ) -> pb.GetStatsResponse:
+        response = pb.GetStatsResponse(state=pb.EngineState.Name(self.state), uptime_s=self._clock() - self._started)
+        stats = await self._core.stats()
+        if stats is not None:
+            for part in (response.gauges, response.counters):
+                for field in part.DESCRIPTOR.fields:
+                    if field.name != "sessions":
+                        setattr(part, field.name, getattr(stats, field.name))
+        response.gauges.sessions = len(self._streams)
+        response.counters.sequences_rejected += self._rejected + sum(
+            stream.session.rejected for stream in self._streams.values()
+        )
+        return response
+
+    @_statuses
+    async def Drain(  # noqa: N802 - the name is the protocol's
+        self, request: pb.DrainRequest, context: Context
+    ) -> pb.DrainResponse:
+        timeout_s = request.timeout_s if request.HasField("timeout_s") else DRAIN_CAP_S
+        if not 0 <= timeout_s <= MAX_DRAIN_S:
+            raise SessionBroken(
+                StatusCode.INVALID_ARGUMENT, f"timeout_s is {timeout_s!r}; it must be from 0 to {MAX_DRAIN_S:g}"
+            )
+        finished, aborted = await self.drain(timeout_s)
+        return pb.DrainResponse(finished=finished, aborted=aborted)
+
+    @_statuses
+    async def FlushCache(  # noqa: N802 - the name is the protocol's
+        self, request: pb.FlushCacheRequest, context: Context
+    ) -> pb.FlushCacheResponse:
+        return pb.FlushCacheResponse(pages_dropped=await self._core.flush_cache())
+
+
+def build_server(service: EngineService, health: Health) -> grpc.aio.Server:
+    """A server with the engine, health and reflection services, not yet bound or started."""
+    server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
+    engine_pb2_grpc.add_EngineServicer_to_server(service, server)
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    names = (ENGINE_SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+    return server
+
+
+def bind(server: grpc.aio.Server, host: str, port: int) -> str:
+    """Bind a TCP port (0: any free one); the address as clients write it. Raises ConfigError when it is taken."""
+    wanted = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        bound = server.add_insecure_port(wanted)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"can't listen on {wanted}: the port is in use or not this machine's; choose --port"
+        ) from error
+    return f"{wanted.rpartition(':')[0]}:{bound}"
+
+
+def bind_unix(server: grpc.aio.Server, path: str) -> str:
+    """Bind a unix socket whose path has been claimed; the address as clients write it."""
+    try:
+        server.add_insecure_port(f"unix:{path}")
+    except RuntimeError as error:
+        raise ConfigError(f"can't listen on {path}; choose --uds") from error
+    return f"unix:{path}"
