@@ -1,0 +1,144 @@
+"""`python -P -m frontend FLAGS`: the command line of one frontend process.
+
+Owns its flags and their checks. Imports nothing heavy before they have passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import dataclasses
+import ipaddress
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from frontend.config import ConfigError, FrontendConfig
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+PR_SET_PDEATHSIG = 1
+REFUSED = 2
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage text."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the frontend that the flags describe to its end; the exit status."""
+    try:
+        options = parser().parse_args(arguments)
+        if options.ready_fd is not None or options.parent_pid is not None:
+            die_with_parent(options.parent_pid or os.getppid())
+        config = read_config(options)
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return REFUSED
+    if options.check_flags:
+        return 0
+    from frontend.log import configure
+    from frontend.process import run
+
+    configure(config.log_level)
+    return run(config, options.ready_fd)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The fields of FrontendConfig as flags, and what only a supervisor says."""
+    out = Parser(prog="greenlane frontend", description="OpenAI HTTP and text gRPC.", allow_abbrev=False)
+    defaults = {field.name: field.default for field in dataclasses.fields(FrontendConfig)}
+
+    def add(name: str, kind: type, text: str) -> None:
+        default = defaults[name]
+        required = default is dataclasses.MISSING
+        shown = "" if required or default is None else f" (default: {default})"
+        out.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=kind,
+            required=required,
+            default=None if required else default,
+            metavar=kind.__name__.upper(),
+            help=text + shown,
+        )
+
+    add("model", str, "folder with tokenizer.json, or a repository id")
+    add("engine_address", str, "unix:/path or host:port of the engine core")
+    out.add_argument(
+        "--served-model-name",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="names that requests use; default: the model as given",
+    )
+    add("host", str, "address of HTTP and gRPC; loopback only")
+    add("port", int, "HTTP port; 0: any free one")
+    add("grpc_port", int, "text gRPC port; 0: any free one")
+    add("max_body_bytes", int, "largest HTTP body or gRPC message")
+    add("engine_timeout", float, "seconds of silence after which the engine core counts as frozen")
+    add("request_timeout", float, "deadline in seconds of requests that bring none; default: none")
+    add("log_level", str, ", ".join(LOG_LEVELS))
+    out.add_argument("--check-flags", action="store_true", help="check the flags, start nothing")
+    out.add_argument("--ready-fd", type=int, help="descriptor that gets one JSON line once requests are served")
+    out.add_argument("--parent-pid", type=int, help="process without which the frontend must not live")
+    return out
+
+
+def read_config(options: argparse.Namespace) -> FrontendConfig:
+    """The checked settings; raises ConfigError naming the flag and what would work."""
+    values = {field.name: getattr(options, field.name) for field in dataclasses.fields(FrontendConfig)}
+    config = FrontendConfig(**{**values, "served_model_name": tuple(options.served_model_name)})
+    for flag, port in (("--port", config.port), ("--grpc-port", config.grpc_port)):
+        if not 0 <= port <= 65535:
+            raise ConfigError(f"{flag} is {port}; it must be from 0 to 65535")
+    if config.port == config.grpc_port != 0:
+        raise ConfigError(f"--port and --grpc-port are both {config.port}; they must differ")
+    if not 1024 <= config.max_body_bytes <= 1 << 30:
+        raise ConfigError(f"--max-body-bytes is {config.max_body_bytes}; it must be from 1024 to {1 << 30}")
+    for flag, seconds in (("--engine-timeout", config.engine_timeout), ("--request-timeout", config.request_timeout)):
+        if seconds is not None and not 0.5 <= seconds <= 86400:
+            raise ConfigError(f"{flag} is {seconds}; it must be from 0.5 to 86400 seconds")
+    if config.log_level not in LOG_LEVELS:
+        raise ConfigError(f"--log-level is {config.log_level!r}; it must be one of {', '.join(LOG_LEVELS)}")
+    if "" in config.served_model_name:
+        raise ConfigError("--served-model-name is empty")
+    _check_loopback(config.host)
+    _check_engine_address(config.engine_address)
+    return config
+
+
+def _check_loopback(host: str) -> None:
+    """Nothing listens beyond this machine without TLS, which this version doesn't have."""
+    try:
+        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback:
+        raise ConfigError(
+            f"--host {host} is not loopback; this version has no TLS, so use 127.0.0.1 and a proxy or tunnel in front"
+        )
+
+
+def _check_engine_address(address: str) -> None:
+    if address.startswith("unix:/"):
+        return
+    host, _, port = address.rpartition(":")
+    if not host or host == "unix" or not (port.isdecimal() and 0 < int(port) < 65536):
+        raise ConfigError(f"--engine-address is {address!r}; it must be unix:/path or host:port")
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process (SIGKILL) when its parent dies; exits at once if that has happened."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

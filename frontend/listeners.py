@@ -1,0 +1,121 @@
+"""The frontend's two listening servers: HTTP and text gRPC, bound before anybody is told their addresses.
+
+Owns sockets, ports and the servers' own settings. Knows nothing of models and requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import grpc.aio
+import uvicorn
+from greenlane.text.v1 import text_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from frontend.config import ConfigError
+from frontend.health import HealthService
+from frontend.http_server import HttpServer
+from frontend.text_service import SERVICE, TextService
+
+BACKLOG = 2048
+KEEP_ALIVE_S = 30
+STOP_S = 2
+"""How long connections may take to close once nothing is served any more."""
+HEALTH_SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening TCP socket. Raises ConfigError naming the flag when the address can't be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(BACKLOG)
+        except BaseException:
+            listener.close()
+            raise
+    except OSError as error:
+        raise ConfigError(
+            f"--port {port} on --host {host} can't be listened on ({error.strerror}); choose another one, or 0 for any"
+        ) from error
+    listener.setblocking(False)
+    return listener
+
+
+def http_address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://{_bracketed(host)}:{port}"
+
+
+class HttpListener(uvicorn.Server):
+    """uvicorn on a bound socket. Signals belong to the process, not to one of its servers."""
+
+    def __init__(self, app: HttpServer, listener: socket.socket) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http="httptools",
+                loop="none",
+                ws="none",
+                lifespan="off",
+                interface="asgi3",
+                log_config=None,
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=STOP_S,
+            )
+        )
+        self._listener = listener
+        self._running: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def start(self) -> asyncio.Task[None]:
+        """Serve from now on; the task ends when the server has stopped."""
+        self._running = asyncio.create_task(self.serve(sockets=[self._listener]), name="http")
+        return self._running
+
+    async def stop(self) -> None:
+        """Close the listener and the connections, at once where nothing is being answered."""
+        self.should_exit = True
+        if self._running is not None:
+            await asyncio.wait((self._running,))
+
+
+def grpc_server(
+    host: str, port: int, text: TextService, health: HealthService, max_message_bytes: int
+) -> tuple[grpc.aio.Server, str]:
+    """The gRPC server, bound but not started, and its address. Raises ConfigError when the port can't be had."""
+    server = grpc.aio.server(
+        options=[
+            ("grpc.so_reuseport", 0),  # else two servers would share a port and each get half of the calls
+            ("grpc.max_receive_message_length", max_message_bytes),
+            ("grpc.max_send_message_length", max_message_bytes),
+        ]
+    )
+    text_pb2_grpc.add_TextServicer_to_server(text, server)
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    reflection.enable_server_reflection((SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME), server)
+    try:
+        bound: Any = server.add_insecure_port(f"{_bracketed(host)}:{port}")
+    except RuntimeError as error:
+        raise ConfigError(
+            f"--grpc-port {port} on --host {host} can't be listened on; choose another one, or 0 for any"
+        ) from error
+    return server, f"{_bracketed(host)}:{bound}"
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host

@@ -1,0 +1,171 @@
+"""One frontend process from its settings to its exit status.
+
+Owns the assembly of the parts, readiness, signals and draining. A lost engine core doesn't end the process: health
+turns first, open requests fail, and the client reconnects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import logging
+import os
+import signal
+import time
+import uuid
+from collections.abc import Awaitable
+from importlib.metadata import version
+
+import uvloop
+
+from frontend import listeners
+from frontend.chat_template import ChatTemplate
+from frontend.config import ConfigError, FrontendConfig
+from frontend.engine_client import ClientState, EngineClient
+from frontend.generate import generate
+from frontend.health import HealthService
+from frontend.http_server import HttpServer
+from frontend.metrics import Metrics
+from frontend.openai_api import OpenAiApi
+from frontend.serving import Health, Served
+from frontend.status_pages import StatusPages
+from frontend.text_service import SERVICE, TextService
+from frontend.tokenizer import Tokenizer, resolve
+
+logger = logging.getLogger(__name__)
+
+DRAIN_S = 30.0
+LAST_WORDS_S = 1.0
+"""How long requests that were cut off may take to tell their clients."""
+
+
+def run(config: FrontendConfig, ready_fd: int | None) -> int:
+    """Serve until a signal; the exit status: 0 stopped, 1 a server failed, 2 settings that can't be served."""
+    try:
+        folder = resolve(config.model)
+        tokenizer = Tokenizer.load(folder)
+        template = _template(str(folder), tokenizer)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_serve(config, tokenizer, template, ready_fd))
+    except ConfigError as error:
+        os.write(2, f"error: {error}\n".encode())
+        return 2
+
+
+class Signals:
+    """SIGTERM and SIGINT: the first asks to stop, the second to stop at once."""
+
+    def __init__(self) -> None:
+        self.stop = asyncio.Event()
+        self.at_once = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._received)
+
+    def _received(self) -> None:
+        (self.at_once if self.stop.is_set() else self.stop).set()
+
+
+async def _serve(
+    config: FrontendConfig, tokenizer: Tokenizer, template: ChatTemplate | None, ready_fd: int | None
+) -> int:
+    signals = Signals()
+    client = EngineClient(config.engine_address, engine_timeout=config.engine_timeout)
+    served = Served(
+        names=config.served_model_name or (config.model,),
+        tokenizer=tokenizer,
+        template=template,
+        engine=client,
+        start=functools.partial(generate, client, tokenizer),
+        metrics=Metrics(),
+        clock=time.monotonic,
+        request_timeout=config.request_timeout,
+    )
+    health = HealthService(SERVICE)
+    client.on_state(lambda state: health.tell(state is ClientState.SERVING and served.health is Health.SERVING))
+    listener = listeners.bind(config.host, config.port)
+    http = listeners.HttpListener(_application(served, config), listener)
+    text = TextService(served, _new_id)
+    grpc_server, grpc_address = listeners.grpc_server(
+        config.host, config.grpc_port, text, health, config.max_body_bytes
+    )
+    await grpc_server.start()
+    http_task = http.start()
+    await client.start()
+    try:
+        if await _first(client.serving(), signals.stop.wait(), asyncio.wait((http_task,))) == 0:
+            _check_vocabulary(client, tokenizer)
+            _announce(ready_fd, listeners.http_address(listener), grpc_address)
+            await _first(signals.stop.wait(), asyncio.wait((http_task,)))
+        failed = http_task.done()
+        await _drain(served, health, client, signals)
+    finally:
+        await client.close()
+        await http.stop()
+        await grpc_server.stop(0)
+    return 1 if failed else 0
+
+
+def _application(served: Served, config: FrontendConfig) -> HttpServer:
+    api = OpenAiApi(served, time.time, _new_id)
+    pages = StatusPages(served, version("greenlane"))
+    return HttpServer({**api.routes(), **pages.routes()}, config.max_body_bytes)
+
+
+async def _drain(served: Served, health: HealthService, client: EngineClient, signals: Signals) -> None:
+    """Refuse new requests, let the open ones finish, cut off what is left and let it say so."""
+    served.drain()
+    await health.tell(False)
+    logger.info("stopping; open requests: %d", served.metrics.open_requests)
+    await _first(served.idle(), signals.at_once.wait(), asyncio.sleep(DRAIN_S))
+    await client.close()
+    await _first(served.idle(), asyncio.sleep(LAST_WORDS_S))
+    await asyncio.sleep(0)
+
+
+async def _first(*waits: Awaitable[object]) -> int:
+    """The position of the wait that ended first; the others are cancelled."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return next(position for position, task in enumerate(tasks) if task.done())
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _template(folder: str, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The model's chat template; a model without one serves completions alone."""
+    try:
+        return ChatTemplate.load(folder, tokenizer.named_tokens)
+    except ConfigError as error:
+        logger.warning("chats can't be served: %s", error)
+        return None
+
+
+def _check_vocabulary(client: EngineClient, tokenizer: Tokenizer) -> None:
+    """Raise ConfigError for a tokenizer whose ids the engine core's model doesn't have."""
+    info = client.info
+    if info is not None and tokenizer.vocab_size > info.vocab_size:
+        raise ConfigError(
+            f"--model's tokenizer has ids up to {tokenizer.vocab_size - 1}, the engine core's model only up to "
+            f"{info.vocab_size - 1}: give both the same model"
+        )
+
+
+def _announce(ready_fd: int | None, http: str, grpc_address: str) -> None:
+    """Tell whoever started this process, and the log, where it serves."""
+    logger.info("serving HTTP on %s and gRPC on %s", http, grpc_address)
+    if ready_fd is None:
+        return
+    line = json.dumps({"http": http, "grpc": grpc_address}) + "\n"
+    with contextlib.suppress(BrokenPipeError):
+        os.write(ready_fd, line.encode())
+    os.close(ready_fd)
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex
