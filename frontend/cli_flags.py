@@ -45,6 +45,8 @@ class Flag:
     default: str | None = None
     """As shown in the help; None: the help text says what happens without the flag."""
     repeated: bool = False
+    aliases: tuple[str, ...] = ()
+    """Other servers' names of the same thing, with their dashes."""
 
     @property
     def key(self) -> str:
@@ -76,10 +78,17 @@ FLAGS = (
     Flag("max-num-batched-tokens", To.ENGINE, "Engine", "Tokens a step, decode rows included", "N", "2048"),
     Flag("max-queue", To.ENGINE, "Engine", "Sequences waiting at once; more are refused with 429", "N", "4096"),
     Flag("async-depth", To.ENGINE, "Engine", "Steps in flight, 1 to 3", "N", "2"),
-    Flag("tensor-parallel-size", To.ENGINE, "Engine", "Workers that share the model", "N", "1"),
+    Flag("tensor-parallel-size", To.ENGINE, "Engine", "Workers that share the model", "N", "1", aliases=("-tp",)),
     Flag("decode-overlap", To.ENGINE, "Engine", "Lane of prefill beside decode: off, stream or green", "MODE", "off"),
     Flag("decode-sms", To.ENGINE, "Engine", "SMs of decode while a prefill is in flight, for green", "N"),
-    Flag("kv-cache-memory", To.ENGINE, "Memory", "Size of the KV cache, e.g. 4GiB; default on cpu: 1GiB", "BYTES"),
+    Flag(
+        "kv-cache-memory",
+        To.ENGINE,
+        "Memory",
+        "Size of the KV cache, e.g. 4GiB; default on cpu: 1GiB",
+        "BYTES",
+        aliases=("--kv-cache-memory-bytes",),
+    ),
     Flag(
         "gpu-memory-utilization",
         To.ENGINE,
@@ -88,7 +97,7 @@ FLAGS = (
         "FRACTION",
         "0.9",
     ),
-    Flag("page-size", To.ENGINE, "Memory", "Tokens a KV page", "N", "16"),
+    Flag("page-size", To.ENGINE, "Memory", "Tokens a KV page", "N", "16", aliases=("--block-size",)),
     Flag("enable-prefix-caching", To.ENGINE, "Memory", "Keep prompts' KV pages for later requests; default: enabled"),
     Flag("host", To.FRONTEND, "Server", "Address of HTTP and text gRPC; loopback only", "ADDRESS", "127.0.0.1"),
     Flag("port", To.FRONTEND, "Server", "HTTP port; 0: any free one", "PORT", "8000"),
@@ -147,7 +156,9 @@ def read_config_file(path: Path) -> dict[str, Value]:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--config {path} can't be read: {error}") from error
-    known = {name: flag for flag in FLAGS for name in (flag.name, flag.key)}
+    known = {
+        name: flag for flag in FLAGS for name in (flag.name, flag.key, *(each.lstrip("-") for each in flag.aliases))
+    }
     values: dict[str, Value] = {}
     for name, item in data.items():
         if name not in known:
@@ -195,6 +206,7 @@ def takes_flags(run: Callable[[dict[str, Value], Path | None, int | None], None]
 def _parameter(flag: Flag) -> inspect.Parameter:
     option = typer.Option(
         f"--{flag.name}" if flag.metavar else f"--{flag.name}/--no-{flag.name}",
+        *flag.aliases,
         metavar=flag.metavar,
         help=f"{flag.help} (default: {flag.default})" if flag.default else flag.help,
         rich_help_panel=flag.panel,

@@ -127,7 +127,10 @@ class Hands:
         try:
             # A process group of its own: Ctrl-C in the terminal reaches the supervisor alone, which drains in order.
             process = subprocess.Popen(
-                [*argv, "--ready-fd", str(write_fd)], stdin=subprocess.DEVNULL, pass_fds=(write_fd,), process_group=0
+                [*argv, "--ready-fd", str(write_fd), "--parent-pid", str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(write_fd,),
+                process_group=0,
             )
         finally:
             os.close(write_fd)

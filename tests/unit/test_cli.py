@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from engine_core.cli import FLAGS as ENGINE_FLAGS
 from engine_core.config import EngineConfig
 from frontend.cli import app
 from frontend.cli_flags import FLAGS, To, Value, child_argv, read_config_file
@@ -192,6 +193,13 @@ def test_processes_show_their_own_help(command: str) -> None:
     result = subprocess.run(script, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert {"engine": "--async-depth", "frontend": "--engine-address", "worker": "--connect"}[command] in result.stdout
+
+
+def test_engine_aliases_are_the_engines() -> None:
+    """Red when `serve` knows another server's name for a flag that `greenlane engine` doesn't, or the reverse."""
+    ours = {flag.key: set(flag.aliases) for flag in FLAGS if To.ENGINE in flag.to}
+    theirs = {flag.field: set(flag.aliases) for flag in ENGINE_FLAGS if flag.field in ours}
+    assert ours == theirs
 
 
 def test_version_is_the_distributions() -> None:
