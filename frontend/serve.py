@@ -72,7 +72,6 @@ def make_plan(values: Mapping[str, Value], folder: Path) -> Plan:
     """Command lines from flag values; `folder` is private and holds the engine core's socket by default."""
     if "model" not in values:
         raise ConfigError("--model is missing: a folder with config.json, or a repository id")
-    _require_loopback("--host", str(values.get("host", "127.0.0.1")))
     address = str(values.get("engine_address", f"unix:{folder / 'engine.sock'}"))
     count = _number(values, "frontends")
     if not 1 <= count <= MAX_FRONTENDS:
@@ -98,7 +97,7 @@ def _listen(address: str) -> list[str]:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ConfigError(f"--engine-address is {address!r}; it must be unix:/path or host:port")
-    _require_loopback("--engine-address", host)
+    _require_loopback(host)
     if not 0 < int(port) < 65536:
         raise ConfigError(
             f"--engine-address {address}: the port must be from 1 to 65535, since frontends connect to it"
@@ -106,7 +105,7 @@ def _listen(address: str) -> list[str]:
     return [f"--host={host}", f"--port={port}"]
 
 
-def _require_loopback(flag: str, host: str) -> None:
+def _require_loopback(host: str) -> None:
     """Nothing listens beyond this machine without TLS, and this version has none."""
     try:
         loopback = host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
@@ -114,8 +113,7 @@ def _require_loopback(flag: str, host: str) -> None:
         loopback = False
     if not loopback:
         raise ConfigError(
-            f"{flag} {host} reaches beyond this machine, which needs TLS; this version has none: use 127.0.0.1, and a "
-            "proxy or an SSH tunnel in front"
+            f"--engine-address: {host} is not loopback; this version has no TLS, so use 127.0.0.1 or a unix: socket"
         )
 
 

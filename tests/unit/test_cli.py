@@ -132,9 +132,8 @@ def test_plan_with_tcp_engine(tmp_path: Path) -> None:
     ("values", "named"),
     [
         ({}, "--model is missing"),
-        ({"host": "0.0.0.0"}, "--host 0.0.0.0 reaches beyond this machine"),
-        ({"host": "example.org"}, "--host example.org"),
-        ({"engine_address": "10.0.0.1:7000"}, "--engine-address 10.0.0.1"),
+        ({"engine_address": "10.0.0.1:7000"}, "--engine-address: 10.0.0.1 is not loopback"),
+        ({"engine_address": "example.org:7000"}, "--engine-address: example.org is not loopback"),
         ({"engine_address": "127.0.0.1:0"}, "port must be from 1 to 65535"),
         ({"engine_address": "7000"}, "must be unix:/path or host:port"),
         ({"frontends": "0"}, "--frontends is 0"),
@@ -151,7 +150,9 @@ def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path, values: dict[s
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (["--model", "/nowhere/at/all"], "config.json is missing"),
+        (["--model", "/nowhere/at/all"], "/nowhere/at/all"),
+        (["--model", str(TINY.parent)], "config.json"),
+        (["--model", str(TINY), "--host", "0.0.0.0"], "--host 0.0.0.0 is not loopback"),
         (["--model", str(TINY), "--async-depth", "9"], "--async-depth is 9"),
         (["--model", str(TINY), "--device", "cuda"], "--device cuda"),
         (["--model", str(TINY), "--tensor-parallel-size", "2"], "--tensor-parallel-size"),

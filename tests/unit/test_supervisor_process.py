@@ -29,11 +29,10 @@ while True:
 """
 RUBBISH = """
 import os, sys
-with open(int(sys.argv[sys.argv.index("--ready-fd") + 1]), "w") as pipe:
-    try:
-        pipe.write({line})
-    except BrokenPipeError:
-        pass
+try:
+    os.write(int(sys.argv[sys.argv.index("--ready-fd") + 1]), ({line}).encode())
+except BrokenPipeError:
+    pass
 os._exit(2)
 """
 ENDS_WITH = "import sys; sys.exit({status})"
