@@ -1,0 +1,159 @@
+"""Every accepted sequence that hasn't ended, and the one place where a sequence changes its state.
+
+Owns the index by session and number, the queue, the order of those in prefill, and the rows' owners. Decides nothing:
+`scheduler.py` says who runs, `results.py` what came back.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+
+from engine_core.cache.prefix import CachedPage
+from engine_core.request import FINISH_ABORT, FinishError, Request
+from engine_core.residency import Residency
+from engine_core.sequence import Ended, Family, Sequence, SequenceState, end_of
+from engine_core.step import RowStart
+from engine_core.waiting import WaitingQueue
+
+
+class OpenSequences:
+    """Sequences by state. `close` is how each of them ends, whatever the reason."""
+
+    def __init__(self, residency: Residency, max_num_seqs: int, max_queue: int) -> None:
+        self.residency = residency
+        self.waiting = WaitingQueue(max_queue)
+        self.prefilling: list[Sequence] = []
+        """Those in state PREFILL, in order."""
+        self.running = 0
+        """Sequences that hold a row."""
+        self.parked = 0
+        self.preemptions = 0
+        self._owners: list[Sequence | None] = [None] * max_num_seqs
+        self._by_session: dict[int, dict[int, Sequence]] = {}
+        self._arrivals = 0
+
+    # -------------------------- finding
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for sequences in self._by_session.values():
+            yield from sequences.values()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_session.values()))
+
+    def find(self, session: int, number: int) -> Sequence | None:
+        return self._by_session.get(session, {}).get(number)
+
+    def of_session(self, session: int) -> list[Sequence]:
+        return list(self._by_session.get(session, {}).values())
+
+    def owner(self, slot: int) -> Sequence:
+        """The sequence that holds a slot."""
+        sequence = self._owners[slot]
+        if sequence is None:
+            raise LookupError(f"slot {slot} has no owner")
+        return sequence
+
+    def evictable(self) -> Iterator[Sequence]:
+        """Sequences that hold pages: those in prefill and decode."""
+        for sequence in self._owners:
+            if sequence is not None and sequence.state is not SequenceState.PARKED:
+                yield sequence
+
+    def known(self, sequence: Sequence) -> int:
+        """Ids known of a sequence, prompt included."""
+        return int(self.residency.rows.known[sequence.slot]) if sequence.slot >= 0 else sequence.stored
+
+    # -------------------------- changing state
+
+    def add(self, request: Request) -> list[Sequence]:
+        """All sequences of a request join the queue, or none does and Rejected is raised."""
+        self.waiting.reserve(request.params.n)
+        open_numbers = self._by_session.setdefault(request.session, {})
+        numbers = range(request.number, request.number + request.params.n)
+        if any(number in open_numbers for number in numbers):
+            raise ValueError(f"session {request.session} already has a sequence numbered in {numbers}")
+        family = Family(request.ids.astype("<i4", copy=False).tobytes())
+        sequences = [Sequence(self._arrivals + 1 + i, request, i, family) for i in range(request.params.n)]
+        self._arrivals += len(sequences)
+        open_numbers.update(zip(numbers, sequences, strict=True))
+        self.waiting.push(sequences)
+        return sequences
+
+    def enter(self, sequence: Sequence, hits: list[CachedPage]) -> RowStart:
+        """A sequence just taken from the queue gets its row."""
+        start = self.residency.enter(sequence, hits)
+        self._owners[sequence.slot] = sequence
+        self.running += 1
+        self._move(sequence, SequenceState.PREFILL)
+        bisect.insort(self.prefilling, sequence, key=lambda other: other.order)
+        return start
+
+    def decode(self, sequence: Sequence) -> None:
+        """All its known ids are scheduled (or joined): from now on it decodes."""
+        self.prefilling.remove(sequence)
+        self._move(sequence, SequenceState.DECODE)
+
+    def park(self, sequence: Sequence) -> None:
+        """Preempt: pages go back at once (behind their fences), the row stays until its tokens in flight are in."""
+        self.residency.give_back_pages(sequence)
+        if sequence.state is SequenceState.PREFILL:
+            self.prefilling.remove(sequence)
+        self._move(sequence, SequenceState.PARKED)
+        self.parked += 1
+        self.preemptions += 1
+        self.requeue_settled([sequence])
+
+    def requeue_settled(self, sequences: list[Sequence]) -> None:
+        """Parked sequences without work in flight return to the queue, with every token they have."""
+        rows = self.residency.rows
+        for sequence in sequences:
+            if sequence.state is SequenceState.PARKED and rows.in_flight[sequence.slot] == 0:
+                rows.flush_ids(sequence, int(rows.known[sequence.slot]))
+                self._leave(sequence)
+                self.parked -= 1
+                sequence.move(SequenceState.WAITING)
+                self.waiting.push([sequence])
+
+    def parked_sequences(self) -> list[Sequence]:
+        return [s for s in self._owners if s is not None and s.state is SequenceState.PARKED]
+
+    def close(
+        self,
+        sequence: Sequence,
+        reason: int = FINISH_ABORT,
+        stop_token_id: int | None = None,
+        error: FinishError | None = None,
+        *,
+        quarantine: bool = False,
+    ) -> Ended:
+        """End a sequence. What it holds retires behind its fences; with `quarantine` it's never used again."""
+        ended = end_of(sequence, reason, self.known(sequence), stop_token_id, error)
+        state = sequence.state
+        sequence.move(SequenceState.CLOSED)
+        self._forget(sequence)
+        if state is SequenceState.WAITING:
+            self.waiting.closed()
+        elif state is SequenceState.PREFILL:
+            self.prefilling.remove(sequence)
+        elif state is SequenceState.PARKED:
+            self.parked -= 1
+        if sequence.slot >= 0 and not quarantine:
+            self._leave(sequence)
+        return ended
+
+    def _forget(self, sequence: Sequence) -> None:
+        numbers = self._by_session[sequence.request.session]
+        del numbers[sequence.number]
+        if not numbers:
+            del self._by_session[sequence.request.session]
+
+    def _leave(self, sequence: Sequence) -> None:
+        self._owners[sequence.slot] = None
+        self.residency.leave(sequence)
+        self.running -= 1
+
+    def _move(self, sequence: Sequence, state: SequenceState) -> None:
+        sequence.move(state)
+        self.residency.rows.phase[sequence.slot] = state

@@ -1,0 +1,191 @@
+"""Applies a step's result: tokens to rows, full pages to the prefix cache, ends to sequences.
+
+Owns what may be believed when: a token counts when its sequence is still open, a page becomes visible when the step
+that filled it is complete (OWNERSHIP rule O8). Plans nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from engine_core.errors import StatusCode
+from engine_core.flight import BatchState, Chunk, Flight, InFlight, ResultMismatch
+from engine_core.open_sequences import OpenSequences
+from engine_core.outputs import Events, TokenColumns, read_logprobs, select_logprobs
+from engine_core.request import (
+    FINISH_ERROR,
+    FINISH_LENGTH,
+    FINISH_STOP,
+    FinishError,
+    Ids,
+    LogprobColumns,
+    PromptLogprobs,
+)
+from engine_core.rows import Slots
+from engine_core.sequence import Sequence, SequenceState
+from engine_core.step import Lane, PrefillResult, PromptLogprobBlock, StepResult
+
+
+class Results:
+    """Turns results into events, in step order."""
+
+    def __init__(self, sequences: OpenSequences, in_flight: InFlight) -> None:
+        self.prefill_completions = 0
+        self.rows_discarded = 0
+        self._sequences = sequences
+        self._in_flight = in_flight
+        self._residency = sequences.residency
+        self._rows = sequences.residency.rows
+
+    def apply(self, result: StepResult) -> Events:
+        """Everything a result says, prefill ownership first (rule O7), fences last. Raises ResultMismatch."""
+        flight = self._in_flight.land(result)
+        events = Events(result.step)
+        if flight.batch is not None:
+            flight.batch.advance(BatchState.CORE_OWNED)
+        if result.error is not None:
+            self._fail(self.sequences_of(flight), result.error, events)
+        else:
+            self._apply_decode(flight, result, events)
+        for prefill in result.prefills:
+            self._apply_prefill(flight, prefill, events)
+        self._residency.complete(_proof(flight, result))
+        if self._sequences.parked:
+            self._sequences.requeue_settled(self._sequences.parked_sequences())
+        return events
+
+    def fail_owed(self, mismatch: ResultMismatch, cause: str) -> Events:
+        """End the sequences whose result is lost with INTERNAL; their pages and slots are never used again."""
+        owed = self.sequences_of(mismatch.flight) if mismatch.flight is not None else []
+        if mismatch.batch is not None:
+            owed += [chunk.sequence for chunk in mismatch.batch.chunks]
+        events = Events(mismatch.flight.step if mismatch.flight is not None else 0)
+        self._fail(owed, cause, events, quarantine=True)
+        return events
+
+    def sequences_of(self, flight: Flight) -> list[Sequence]:
+        """The sequences of a plan's decode rows and chunks, as far as they are open."""
+        live = flight.slots[self._rows.serial[flight.slots] == flight.serials]
+        decoding = [self._sequences.owner(slot) for slot in live.tolist()]
+        return decoding + [chunk.sequence for chunk in flight.chunks]
+
+    def _fail(self, sequences: list[Sequence], cause: str, events: Events, *, quarantine: bool = False) -> None:
+        error = FinishError(StatusCode.INTERNAL, cause)
+        for sequence in sequences:
+            if sequence.state is not SequenceState.CLOSED:
+                ended = self._sequences.close(sequence, FINISH_ERROR, error=error, quarantine=quarantine)
+                events.ended.append(ended)
+
+    # -------------------------- decode rows
+
+    def _apply_decode(self, flight: Flight, result: StepResult, events: Events) -> None:
+        slots = flight.slots
+        if slots.size == 0:
+            return
+        tokens = np.frombuffer(result.tokens, "<i4")
+        logprobs = read_logprobs(result.logprobs)
+        live = self._rows.serial[slots] == flight.serials
+        if not live.all():
+            kept = np.flatnonzero(live)
+            self.rows_discarded += slots.size - kept.size
+            logprobs = select_logprobs(logprobs, kept, slots.size)
+            slots, tokens = slots[kept], tokens[kept]
+        self._append(slots, tokens, logprobs, events)
+
+    def _append(self, slots: Slots, tokens: Ids, logprobs: LogprobColumns | None, events: Events) -> None:
+        """One accepted token for each of the slots: ids, filled pages, ends."""
+        rows = self._rows
+        positions = rows.append_ids(slots, tokens)
+        rows.in_flight[slots] -= 1
+        events.tokens.append(TokenColumns(rows.session[slots], rows.number[slots], tokens, logprobs))
+        for at in np.flatnonzero(positions % rows.page_size == 0).tolist():
+            self._fill_page(self._sequences.owner(int(slots[at])), int(positions[at]))
+        stopped = rows.stops(slots, tokens, positions)
+        for at in np.flatnonzero(stopped | (positions + 1 >= rows.limit[slots])).tolist():
+            sequence = self._sequences.owner(int(slots[at]))
+            if stopped[at]:
+                ended = self._sequences.close(sequence, FINISH_STOP, stop_token_id=int(tokens[at]))
+            else:
+                ended = self._sequences.close(sequence, FINISH_LENGTH)
+            events.ended.append(ended)
+
+    def _fill_page(self, sequence: Sequence, end: int) -> None:
+        """The page before position `end` is full, and computed: the token at `end` was drawn from it."""
+        self._rows.flush_ids(sequence, end)
+        if sequence.state is not SequenceState.PARKED:
+            self._residency.publish(sequence, end // self._rows.page_size)
+
+    # -------------------------- chunks
+
+    def _apply_prefill(self, flight: Flight, prefill: PrefillResult, events: Events) -> None:
+        """Chunks that shared the step's forward, or the batch of the prefill lane joining now."""
+        self.prefill_completions += 1
+        batch = self._in_flight.batch
+        if flight.chunks or batch is None:
+            self._apply_chunks(flight.chunks, prefill, events)
+            return
+        batch.advance(BatchState.COMPLETE)
+        self._apply_chunks(batch.chunks, prefill, events)
+        batch.advance(BatchState.APPLIED)
+        self._in_flight.batch = None
+
+    def _apply_chunks(self, chunks: list[Chunk], prefill: PrefillResult, events: Events) -> None:
+        if prefill.error is not None:
+            self._fail([chunk.sequence for chunk in chunks], prefill.error, events)
+            return
+        for block in prefill.prompt_logprobs:
+            self._describe_prompt(chunks, block, events)
+        for chunk in chunks:
+            if chunk.sequence.state is not SequenceState.CLOSED:
+                self._complete_chunk(chunk)
+        self._apply_first_tokens([chunk for chunk in chunks if chunk.last], prefill, events)
+
+    def _complete_chunk(self, chunk: Chunk) -> None:
+        """The chunk's KV is proven written: its full pages become visible (rule O8)."""
+        sequence, page_size = chunk.sequence, self._rows.page_size
+        if sequence.state is not SequenceState.PARKED:
+            self._residency.publish(sequence, chunk.end // page_size)
+        if chunk.end // page_size >= (sequence.prompt_len - 1) // page_size:
+            sequence.family.computed = True
+        if not chunk.last:
+            self._rows.in_flight[chunk.slot] -= 1
+        elif sequence.state is SequenceState.PREFILL:
+            self._sequences.decode(sequence)
+
+    def _apply_first_tokens(self, lasts: list[Chunk], prefill: PrefillResult, events: Events) -> None:
+        if not lasts:
+            return
+        tokens = np.frombuffer(prefill.tokens, "<i4")
+        logprobs = read_logprobs(prefill.logprobs)
+        kept = np.array([i for i, c in enumerate(lasts) if c.sequence.state is not SequenceState.CLOSED], np.int64)
+        if kept.size < len(lasts):
+            self.rows_discarded += len(lasts) - kept.size
+            logprobs = select_logprobs(logprobs, kept, len(lasts))
+        slots = np.array([lasts[i].slot for i in kept.tolist()], np.int64)
+        if slots.size:
+            self._append(slots, tokens[kept], logprobs, events)
+
+    def _describe_prompt(self, chunks: list[Chunk], block: PromptLogprobBlock, events: Events) -> None:
+        """Publish a stretch of prompt logprobs, without what was published before a preemption."""
+        sequence = next(chunk.sequence for chunk in chunks if chunk.slot == block.slot)
+        count = len(block.logprobs) // 4
+        known = sequence.described - block.start
+        if sequence.state is SequenceState.CLOSED or known >= count:
+            return
+        stretch = PromptLogprobs(
+            number=sequence.number,
+            start=block.start + known,
+            logprobs=block.logprobs[4 * known :],
+            ranks=block.ranks[4 * known :],
+            top=block.top,
+            top_ids=block.top_ids[4 * known * block.top :],
+            top_logprobs=block.top_logprobs[4 * known * block.top :],
+        )
+        sequence.described = block.start + count
+        events.prompt_logprobs.append((sequence.request.session, stretch))
+
+
+def _proof(flight: Flight, result: StepResult) -> dict[Lane, int]:
+    """What the result proves of each lane; a reported batch of the prefill lane is proven by its report."""
+    batches = [] if flight.chunks else [prefill.step for prefill in result.prefills]
+    return {Lane.PRIMARY: result.primary_complete, Lane.PREFILL: max([result.prefill_complete, *batches])}

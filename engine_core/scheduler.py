@@ -1,0 +1,348 @@
+"""Decides what each step computes: data in, plan out. It never acts: no clock, no I/O, no worker.
+
+Owns the policy. Decode rows come first, one token each; what the token budget leaves goes to prompts in chunks, in
+order of (priority, arrival), with waiting sequences admitted on the way. Pages are taken when they are needed; when
+they run short, the running sequence last in that order is preempted for one before it and recomputed later, so the
+first in order always gets on, and with it everybody. Up to `async_depth` plans are in flight: lengths advance here,
+without a result; only ends by a stop id are found late, and their extra rows are discarded.
+
+With `overlap`, chunks go out as batches for the prefill lane, one in flight at most (rule L6), and decode goes on
+beside them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine_core.deadlines import Deadlines
+from engine_core.errors import Rejected, RejectReason, StatusCode
+from engine_core.flight import Chunk, Flight, InFlight, PrefillBatch, ResultMismatch
+from engine_core.open_sequences import OpenSequences
+from engine_core.outputs import Events, Started
+from engine_core.request import FINISH_ABORT, FINISH_ERROR, FinishError, Request
+from engine_core.residency import Residency
+from engine_core.results import Results
+from engine_core.rows import Slots
+from engine_core.sequence import Ended, Sequence, SequenceState
+from engine_core.step import Lane, PrefillChunk, RowStart, StepPlan, StepResult
+
+ADMITTED_TOKENS_PER_STEP = 16384
+"""Known ids of the sequences that one step admits, so that the host work of long prompts (cached ones cost no budget)
+doesn't stretch the other rows' step. One sequence of any length may always enter."""
+
+DECODE = int(SequenceState.DECODE)
+
+
+@dataclass(frozen=True, slots=True)
+class Gauges:
+    """Sequences, pages and steps right now; see greenlane.engine.v1.Gauges."""
+
+    running: int
+    waiting: int
+    pages_total: int
+    pages_free: int
+    pages_cached: int
+    pages_referenced: int
+    pages_retiring: int
+    steps_in_flight: int
+    prefills_in_flight: int
+
+
+class Scheduler:
+    """Every sequence from admission to its end. All calls come from one thread."""
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        page_size: int,
+        total_pages: int,
+        max_model_len: int,
+        max_queue: int,
+        eos_token_ids: tuple[int, ...],
+        async_depth: int,
+        prefix_caching: bool,
+        overlap: bool,
+    ) -> None:
+        if max_num_batched_tokens < max_num_seqs:
+            raise ValueError("every running sequence may decode one token a step: the token budget must cover them")
+        self.steps = 0
+        self.prefill_launches = 0
+        self.residency = Residency(
+            max_num_seqs=max_num_seqs,
+            page_size=page_size,
+            total_pages=total_pages,
+            max_model_len=max_model_len,
+            eos_token_ids=eos_token_ids,
+            prefix_caching=prefix_caching,
+        )
+        self.sequences = OpenSequences(self.residency, max_num_seqs, max_queue)
+        self.in_flight = InFlight()
+        self.results = Results(self.sequences, self.in_flight)
+        self._deadlines = Deadlines()
+        self._rows = self.residency.rows
+        self._pool = self.residency.pool
+        self._token_budget = max_num_batched_tokens
+        self._async_depth = async_depth
+        self._overlap = overlap
+        self._started: list[Started] = []
+
+    # -------------------------- what comes in
+
+    def add(self, request: Request) -> list[Sequence]:
+        """Queue all sequences of a validated request, or none and raise Rejected."""
+        needed, total = self.residency.pages_for(len(request.ids) + request.params.max_tokens), self._pool.total
+        if needed > total:
+            raise Rejected(
+                RejectReason.NEVER_FITS,
+                f"prompt ({len(request.ids)} tokens) + max_tokens ({request.params.max_tokens}) need {needed} pages of "
+                f"{self.residency.page_size} tokens; the KV cache has {total}: lower max_tokens or give the server "
+                "more memory (--kv-cache-memory)",
+                "max_tokens",
+            )
+        sequences = self.sequences.add(request)
+        for sequence in sequences:
+            self._deadlines.add(sequence, len(self.sequences.waiting) + self.sequences.running)
+        return sequences
+
+    def abort(self, session: int, numbers: tuple[int, ...]) -> list[Ended]:
+        """End these sequences; unknown and finished numbers are ignored. They are in no later plan."""
+        found = [self.sequences.find(session, number) for number in numbers]
+        return [self.sequences.close(sequence, FINISH_ABORT) for sequence in found if sequence is not None]
+
+    def close_session(self, session: int) -> list[Ended]:
+        """End all that a session has open."""
+        return [self.sequences.close(sequence, FINISH_ABORT) for sequence in self.sequences.of_session(session)]
+
+    def expire(self, now: float) -> list[Ended]:
+        """End the sequences whose deadline has come."""
+        error = FinishError(StatusCode.DEADLINE_EXCEEDED, "the request's deadline has passed")
+        return [
+            self.sequences.close(sequence, FINISH_ERROR, error=error)
+            for sequence in self._deadlines.due(now)
+            if sequence.state is not SequenceState.CLOSED
+        ]
+
+    def fail_open(self, error: FinishError) -> list[Ended]:
+        """End every open sequence with the same error."""
+        return [self.sequences.close(sequence, FINISH_ERROR, error=error) for sequence in list(self.sequences)]
+
+    def next_deadline(self) -> float | None:
+        return self._deadlines.next()
+
+    def flush_cache(self) -> int:
+        """Drop every prefix-cache page that no sequence refers to; the number of pages."""
+        return self.residency.prefix.flush() if self.residency.prefix is not None else 0
+
+    def apply(self, result: StepResult) -> Events:
+        """What a step's result brings about. Raises ResultMismatch, having applied nothing."""
+        return self.results.apply(result)
+
+    def fail_owed(self, mismatch: ResultMismatch, cause: str) -> Events:
+        """End the sequences of a lost result; nothing they hold is used again."""
+        return self.results.fail_owed(mismatch, cause)
+
+    def take_started(self) -> list[Started]:
+        """Sequences whose first chunk was planned since the last call."""
+        started, self._started = self._started, []
+        return started
+
+    def gauges(self) -> Gauges:
+        return Gauges(
+            running=self.sequences.running,
+            waiting=len(self.sequences.waiting),
+            pages_total=self._pool.total,
+            pages_free=self._pool.free,
+            pages_cached=self._pool.cached,
+            pages_referenced=self._pool.referenced,
+            pages_retiring=self._pool.retiring,
+            steps_in_flight=len(self.in_flight),
+            prefills_in_flight=int(self.in_flight.batch is not None),
+        )
+
+    # -------------------------- what goes out
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None: enough is in flight, or there is nothing to do.
+
+        When a prefill batch is all that's in flight, the plan is an empty one, which the worker answers when the batch
+        is complete: so its result comes out without other work arriving, and nobody polls.
+        """
+        if self.in_flight.working >= self._async_depth:
+            return None
+        decode, grown, page_ids, short = self._plan_decode()
+        starts, chunks = self._plan_prefill(self._prefill_budget(decode.size), admit=not short)
+        if decode.size == 0 and not chunks and (self.in_flight.batch is None or len(self.in_flight)):
+            return None
+        return self._submit(decode, grown, page_ids, starts, chunks)
+
+    def _submit(
+        self, decode: Slots, grown: Slots, page_ids: bytes, starts: list[RowStart], chunks: list[Chunk]
+    ) -> StepPlan:
+        """Book a plan as in flight: lengths advance and fences move now, no result is waited for."""
+        self.steps += 1
+        on_lane = self._overlap and bool(chunks)
+        self._book_decode(decode)
+        self._book_chunks(chunks, on_lane=on_lane)
+        self.in_flight.submit(
+            Flight(
+                step=self.steps,
+                slots=decode,
+                serials=self._rows.serial[decode],
+                chunks=[] if on_lane else chunks,
+                batch=PrefillBatch(self.steps, chunks) if on_lane else None,
+            )
+        )
+        return StepPlan(
+            step=self.steps,
+            starts=starts,
+            page_slots=grown.astype("<i4").tobytes(),
+            page_ids=page_ids,
+            decode_slots=decode.astype("<i4").tobytes(),
+            chunks=[PrefillChunk(chunk.slot, chunk.start, chunk.length, chunk.last) for chunk in chunks],
+            prefill_lane=on_lane,
+        )
+
+    def _book_decode(self, slots: Slots) -> None:
+        self._rows.computed[slots] += 1
+        self._rows.in_flight[slots] += 1
+        self._rows.fences[Lane.PRIMARY][slots] = self.steps
+
+    def _book_chunks(self, chunks: list[Chunk], *, on_lane: bool) -> None:
+        """A row on the prefill lane decodes after its join; one that shares the forward can be in the next plan."""
+        self.prefill_launches += bool(chunks)
+        for chunk in chunks:
+            self._rows.computed[chunk.slot] = chunk.end
+            self._rows.in_flight[chunk.slot] += 1
+            self._rows.fences[Lane.PRIMARY][chunk.slot] = self.steps
+            if on_lane:
+                self._rows.fences[Lane.PREFILL][chunk.slot] = self.steps
+            elif chunk.last:
+                self.sequences.decode(chunk.sequence)
+
+    # -------------------------- decode
+
+    def _plan_decode(self) -> tuple[Slots, Slots, bytes, bool]:
+        """Rows that decode, the slots that get a page for it, those pages, and whether some row had to wait for one.
+
+        A row isn't planned past the length at which it ends anyway.
+        """
+        rows = self._rows
+        slots = np.flatnonzero((rows.phase == DECODE) & (rows.computed < rows.last_fed))
+        needy = slots[rows.computed[slots] >= rows.capacity[slots]]
+        if needy.size == 0:
+            return slots, needy, b"", False
+        if needy.size <= self._pool.available:
+            return slots, needy, self.residency.grow(needy), False
+        grown = self._share_out(needy)
+        page_ids = self.residency.grow(grown)
+        ready = (rows.phase[slots] == DECODE) & (rows.computed[slots] < rows.capacity[slots])
+        return slots[ready], grown, page_ids, True
+
+    def _share_out(self, needy: Slots) -> Slots:
+        """Which of the rows get a page now that there aren't enough: in order, preempting from the other end.
+
+        Pages that are retiring will come by themselves, so a row waits for one of them rather than preempt. A row never
+        preempts one before it, so the first in order always gets its page, at the latest when the preempted rows' steps
+        are proven complete.
+        """
+        grown: list[int] = []
+        awaiting = 0
+        for sequence in sorted((self.sequences.owner(slot) for slot in needy.tolist()), key=lambda s: s.order):
+            if sequence.state is not SequenceState.DECODE:
+                continue
+            while len(grown) >= self._pool.available and awaiting >= self._pool.retiring:
+                victim = max(self.sequences.evictable(), key=lambda s: s.order)
+                if victim is sequence:
+                    break
+                self.sequences.park(victim)
+            if len(grown) < self._pool.available:
+                grown.append(sequence.slot)
+            else:
+                awaiting += 1
+        return np.array(grown, np.int64)
+
+    # -------------------------- prefill and admission
+
+    def _prefill_budget(self, decode_rows: int) -> int:
+        """Prompt tokens that this step may compute. The prefill lane takes one batch at a time, beside decode."""
+        if self._overlap:
+            return self._token_budget if self.in_flight.batch is None else 0
+        return self._token_budget - decode_rows
+
+    def _plan_prefill(self, budget: int, *, admit: bool) -> tuple[list[RowStart], list[Chunk]]:
+        """Chunks in order of (priority, arrival), from running prefills and, as long as it fits, from the queue."""
+        starts: list[RowStart] = []
+        chunks: list[Chunk] = []
+        deferred: list[Sequence] = []
+        running = [s for s in self.sequences.prefilling if self._rows.computed[s.slot] < self._rows.known[s.slot]]
+        admitted_tokens = 0
+        while budget > 0:
+            head = self._next_waiting(deferred) if admit else None
+            if running and (head is None or running[0].order < head.order):
+                sequence = running.pop(0)
+            elif head is None:
+                break
+            else:
+                start = self._admit(head, admitted_tokens)
+                if start is None:
+                    admit = False
+                    continue
+                starts.append(start)
+                admitted_tokens += head.stored
+                sequence = head
+            chunks.append(self._cut(sequence, budget))
+            budget -= chunks[-1].length
+        self.sequences.waiting.push(deferred)
+        return starts, chunks
+
+    def _cut(self, sequence: Sequence, budget: int) -> Chunk:
+        start, known = int(self._rows.computed[sequence.slot]), int(self._rows.known[sequence.slot])
+        length = min(budget, known - start)
+        return Chunk(sequence, sequence.slot, start, length, start + length == known)
+
+    def _next_waiting(self, deferred: list[Sequence]) -> Sequence | None:
+        """The first in the queue that may start; siblings that wait for their prompt's pages are set aside."""
+        waiting = self.sequences.waiting
+        while (head := waiting.head()) is not None and self._waits_for_sibling(head):
+            deferred.append(waiting.pop())
+        return head
+
+    def _waits_for_sibling(self, sequence: Sequence) -> bool:
+        """Whether a sibling is computing the prompt right now, whose pages this sequence will find afterwards."""
+        leader = sequence.family.leader
+        return (
+            leader is not None
+            and leader.state in (SequenceState.PREFILL, SequenceState.DECODE)
+            and not sequence.family.computed
+            and not sequence.started
+            and sequence.params.prompt_logprobs < 0
+            and self.residency.prefix is not None
+            and sequence.prompt_len > self.residency.page_size
+        )
+
+    def _admit(self, sequence: Sequence, admitted_tokens: int) -> RowStart | None:
+        """Start the head of the queue, or None while a slot or pages are missing, or this step has admitted enough.
+
+        Every running row must be able to grow by a page beside it, or the newcomer would soon be preempted.
+        """
+        if self._rows.free_slots == 0:
+            return None
+        if admitted_tokens and admitted_tokens + sequence.stored > ADMITTED_TOKENS_PER_STEP:
+            return None
+        hits = self.residency.lookup(sequence)
+        if self.residency.missing(sequence, hits) + self.sequences.running > 0:
+            return None
+        self.sequences.waiting.pop()
+        start = self.sequences.enter(sequence, hits)
+        if not sequence.family.computed:
+            sequence.family.leader = sequence
+        if not sequence.started:
+            sequence.started = True
+            sequence.cached_tokens = start.cached
+            request = sequence.request
+            self._started.append(Started(request.session, sequence.number, sequence.prompt_len, start.cached))
+        return start
