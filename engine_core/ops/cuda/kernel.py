@@ -1,0 +1,69 @@
+"""What a kernel is to the Python around it: a source, its compile-time parameters, and something that launches it.
+
+Owns the types that `nvrtc.CudaKernels` implements on a GPU and tests implement on a CPU. Imports no CUDA.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+SOURCES = Path(__file__).parent
+Grid = tuple[int, int, int]
+Argument = ctypes.c_void_p | ctypes.c_int32 | ctypes.c_float | ctypes.Structure
+
+
+class KernelError(Exception):
+    """A kernel doesn't compile, or the driver refused to load or launch it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One compiled entry point. Equal kernels are compiled once."""
+
+    source: str
+    """File name under SOURCES."""
+    entry: str
+    parameters: tuple[tuple[str, int | str], ...] = ()
+    """Compile-time parameters, as the head of the source explains them."""
+
+
+class Launch(Protocol):
+    """Enqueues the kernel on torch's current stream; a capture in progress records it."""
+
+    def __call__(self, grid: Grid, threads: int, arguments: Sequence[Argument]) -> None: ...
+
+
+class Kernels(Protocol):
+    """Where launches come from. Compiles and loads at once: to be called before any capture."""
+
+    def load(self, kernel: Kernel) -> Launch: ...
+
+
+def address(tensor: torch.Tensor | None) -> ctypes.c_void_p:
+    """A pointer argument; None is a null pointer."""
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+def require(tensor: torch.Tensor, dtype: torch.dtype, shape: Sequence[int | None], what: str) -> None:
+    """Raise ValueError unless the tensor is contiguous with that dtype and shape (None: any size)."""
+    fits = len(tensor.shape) == len(shape) and all(
+        size in (None, actual) for size, actual in zip(shape, tensor.shape, strict=True)
+    )
+    if not fits or tensor.dtype != dtype or not tensor.is_contiguous():
+        raise ValueError(f"{what} is {describe(tensor)}; it must be contiguous {dtype} {tuple(shape)}")
+
+
+def describe(tensor: torch.Tensor) -> str:
+    return f"{'' if tensor.is_contiguous() else 'strided '}{tensor.dtype} {tuple(tensor.shape)}"
+
+
+def pointers(**fields: torch.Tensor) -> Any:
+    """A by-value struct argument of pointers, in the order given."""
+    layout = type("Pointers", (ctypes.Structure,), {"_fields_": [(name, ctypes.c_void_p) for name in fields]})
+    return layout(*(tensor.data_ptr() for tensor in fields.values()))

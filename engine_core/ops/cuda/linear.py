@@ -1,0 +1,130 @@
+"""Linear layers for 1 to 16 rows: weight streaming, with the norm before and the add or gate after in the same kernel.
+
+Owns the choice of tile. Beyond MAX_TOKENS rows cuBLAS is the better tool; this refuses them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from engine_core.ops.cuda.kernel import Kernel, Kernels, Launch, address, require
+
+MAX_TOKENS = 16
+PIECE = 64
+"""Columns of a weight matrix come in pieces of this many."""
+
+
+class Epilogue(Enum):
+    """What happens to x W^T before it is stored."""
+
+    PLAIN = "PLAIN"
+    ADD = "ADD"
+    """A residual is added; the output may be the residual itself."""
+    GATED = "GATED"
+    """W holds gate rows, then as many up rows: silu(gate) * up is stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How the work is cut: see skinny_linear.cu."""
+
+    warps: int
+    row_tiles: int
+    depth: int
+
+    def output_rows(self, epilogue: Epilogue) -> int:
+        return 16 * self.row_tiles // (2 if epilogue is Epilogue.GATED else 1)
+
+
+def choose_tile(columns: int, token_tiles: int) -> Tile:
+    """The tile measured best on an H200 for the shapes of a 4B model; see scripts/gpu_kernels.py."""
+    return Tile(warps=8, row_tiles=1, depth=4 if token_tiles == 1 else 3)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearWeights:
+    """The constants of one layer. `weight` bf16 [rows, columns]; `norm` (RMSNorm before it) bf16 [columns]; `bias` bf16
+    [rows]. With `wide` the output is float32."""
+
+    weight: torch.Tensor
+    epilogue: Epilogue = Epilogue.PLAIN
+    norm: torch.Tensor | None = None
+    epsilon: float = 0.0
+    bias: torch.Tensor | None = None
+    wide: bool = False
+
+    @property
+    def outputs(self) -> int:
+        return self.weight.shape[0] // (2 if self.epilogue is Epilogue.GATED else 1)
+
+
+def kernel(layer: LinearWeights, token_tiles: int, tile: Tile) -> Kernel:
+    return Kernel(
+        "skinny_linear.cu",
+        "skinny_linear",
+        (
+            ("COLUMNS", layer.weight.shape[1]),
+            ("WARPS", tile.warps),
+            ("ROW_TILES", tile.row_tiles),
+            ("TOKEN_TILES", token_tiles),
+            ("DEPTH", tile.depth),
+            ("NORMED", int(layer.norm is not None)),
+            ("EPILOGUE", layer.epilogue.value),
+            ("WIDE", int(layer.wide)),
+        ),
+    )
+
+
+class SkinnyLinear:
+    """y = epilogue(norm(x) W^T + bias) for x of 1 to MAX_TOKENS rows."""
+
+    def __init__(self, layer: LinearWeights, kernels: Kernels, tile: Tile | None = None) -> None:
+        """Loads (compiles, if need be) the kernels for up to 8 and up to 16 rows. Raises ValueError on a wrong shape."""
+        rows, columns = layer.weight.shape
+        require(layer.weight, torch.bfloat16, (rows, columns), "weight")
+        if columns % PIECE:
+            raise ValueError(f"weight has {columns} columns; it must be a multiple of {PIECE}")
+        if layer.norm is not None:
+            require(layer.norm, torch.bfloat16, (columns,), "norm weight")
+        if layer.bias is not None:
+            require(layer.bias, torch.bfloat16, (rows,), "bias")
+        if layer.epilogue is Epilogue.GATED and (rows % 2 or layer.bias is not None):
+            raise ValueError("a gated layer has as many gate rows as up rows, and no bias")
+        self.layer = layer
+        self._launches: dict[int, tuple[Tile, Launch]] = {}
+        for token_tiles in (1, 2):
+            chosen = tile or choose_tile(columns, token_tiles)
+            self._launches[token_tiles] = chosen, kernels.load(kernel(layer, token_tiles, chosen))
+
+    def __call__(self, x: torch.Tensor, y: torch.Tensor, residual: torch.Tensor | None = None) -> None:
+        """x: bf16 [tokens, columns]; y: bf16 (or float32, if wide) [tokens, outputs]; residual: as y, for ADD alone."""
+        layer, tokens = self.layer, x.shape[0]
+        if not 1 <= tokens <= MAX_TOKENS:
+            raise ValueError(f"{tokens} rows; this kernel takes 1 to {MAX_TOKENS}")
+        require(x, torch.bfloat16, (tokens, layer.weight.shape[1]), "x")
+        require(y, torch.float32 if layer.wide else torch.bfloat16, (tokens, layer.outputs), "y")
+        if (residual is not None) != (layer.epilogue is Epilogue.ADD):
+            raise ValueError("a residual goes with the ADD epilogue, and only with it")
+        if residual is not None:
+            require(residual, torch.bfloat16, (tokens, layer.outputs), "residual")
+        tile, launch = self._launches[1 if tokens <= 8 else 2]
+        rows = tile.output_rows(layer.epilogue)
+        launch(
+            ((layer.outputs + rows - 1) // rows, 1, 1),
+            32 * tile.warps,
+            [
+                address(layer.weight),
+                address(x),
+                address(layer.norm),
+                address(layer.bias),
+                address(residual),
+                address(y),
+                ctypes.c_int32(layer.weight.shape[0]),
+                ctypes.c_int32(tokens),
+                ctypes.c_float(layer.epsilon),
+            ],
+        )

@@ -1,0 +1,50 @@
+"""Runs the CUDA kernels on the CPU: the same sources, compiled by g++ against this folder's device.cuh.
+
+Owns the test double of `engine_core.ops.cuda.nvrtc.CudaKernels`. Slow, meant for small shapes, exact in what it checks:
+index arithmetic, fragment layouts, barriers and reductions are the product's own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine_core.ops.cuda.kernel import SOURCES, Argument, Grid, Kernel, Launch
+
+HERE = Path(__file__).parent
+
+
+class EmulatedKernels:
+    """Compiles into `folder` and launches on CPU tensors."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def load(self, kernel: Kernel) -> Launch:
+        library = ctypes.CDLL(str(self._compile(kernel)))
+
+        def launch(grid: Grid, threads: int, arguments: Sequence[Argument]) -> None:
+            values = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
+            library.emulate((ctypes.c_uint32 * 3)(*grid), ctypes.c_uint32(threads), values)
+
+        return launch
+
+    def _compile(self, kernel: Kernel) -> Path:
+        program = (
+            f'{(SOURCES / kernel.source).read_text()}\n'
+            'extern "C" void emulate(const u32* grid, u32 threads, void** arguments) {\n'
+            f"  emulation::launch({kernel.entry}, grid, threads, arguments);\n}}\n"
+        )
+        defines = [f"-D{name}={value}" for name, value in kernel.parameters]
+        inputs = program, (HERE / "device.cuh").read_text(), *defines
+        digest = hashlib.sha256("\n".join(inputs).encode()).hexdigest()[:16]
+        library = self._folder / f"{kernel.entry}-{digest}.so"
+        if not library.exists():
+            flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-ffp-contract=off", f"-I{HERE}"]
+            # From standard input, so that the device.cuh beside the kernel's source isn't found first.
+            command = ["g++", *flags, *defines, "-x", "c++", "-", "-o", str(library)]
+            subprocess.run(command, input=program, text=True, check=True)
+        return library
