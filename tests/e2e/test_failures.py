@@ -1,0 +1,151 @@
+"""Processes killed and frozen while they serve: what open calls get, how soon, and what is left afterwards.
+
+Every bound here is one that the product states: 2 s for the end of calls after a death, the flag's timeout and 2 s for
+a frozen process, 5 s until no process of a lost part is left.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import grpc
+import httpx
+import pytest
+
+from tests.e2e.conftest import MakeServer
+from tests.e2e.harness import OpenCall, Server, alive, long_request, serving, until
+
+pytestmark = pytest.mark.e2e
+
+DEATH_S = 2.0
+ORPHANS_S = 5.0
+SILENCE_S = 2.0
+"""Passed as --worker-timeout and --engine-timeout."""
+PATIENT = (f"--worker-timeout={SILENCE_S}", f"--engine-timeout={SILENCE_S}")
+
+
+def hurt(server: Server, role: str, number: signal.Signals) -> float:
+    """Signal the process of that role; when."""
+    pid = server.pid(role)
+    now = time.monotonic()
+    os.kill(pid, number)
+    return now
+
+
+def assert_serves(server: Server) -> None:
+    """Serving again, shown by an answer."""
+    until(lambda: server.health() == 200, "serving again")
+    assert server.complete().json()["usage"]["completion_tokens"] == 4
+
+
+@pytest.mark.parametrize("role", ["worker", "engine"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_lost_worker_or_core(make_server: MakeServer, role: str, number: signal.Signals) -> None:
+    """Red if a call outlives its engine core, ends with another status than UNAVAILABLE, or ends before health turns;
+    if a process of the lost core stays; or if `serve` doesn't serve again by itself."""
+    server = make_server(*PATIENT)
+    lost = [pid for pid, each in server.tree().items() if each in ("worker", "engine")]
+    frontend = server.pid("frontend")
+    calls = [OpenCall(server.grpc, long_request()) for _ in range(3)]
+    began = hurt(server, role, number)
+    bound = DEATH_S if number is signal.SIGKILL else SILENCE_S + DEATH_S
+    for call in calls:
+        call.join()
+        assert call.status is grpc.StatusCode.UNAVAILABLE, call.details
+        assert call.health_after is False, "health was still SERVING after a call had failed"
+        assert call.ended_at - began < bound
+    until(lambda: not alive(lost), "the lost core's processes are gone")
+    assert time.monotonic() - began < bound + ORPHANS_S
+    assert_serves(server)
+    assert serving(server.grpc)
+    assert server.pid("frontend") == frontend, "the frontend was restarted too"
+
+
+def test_frozen_frontend_harms_only_itself(make_server: MakeServer) -> None:
+    """Red if a frozen frontend holds up another frontend's stream, or is not replaced."""
+    server = make_server("--frontends=2", *PATIENT)
+    first, second = sorted(pid for pid, each in server.tree().items() if each == "frontend")
+    other = OpenCall(server.ready["grpc"][1], long_request(max_tokens=600))
+    os.kill(first if server.ready["pids"]["frontend 1"] == first else second, signal.SIGSTOP)
+    assert other.join().status is grpc.StatusCode.OK
+    assert other.finish_reason == "length"
+    until(lambda: alive([server.ready["pids"]["frontend 1"]]) == [], "the frozen frontend was killed")
+    assert_serves(server)
+
+
+def test_killed_frontend_costs_its_own_requests(make_server: MakeServer) -> None:
+    """Red if a frontend's death leaves its requests running, or touches those of another frontend."""
+    server = make_server("--frontends=2", *PATIENT)
+    own = OpenCall(server.grpc, long_request())
+    other = OpenCall(server.ready["grpc"][1], long_request(max_tokens=600))
+    began = time.monotonic()
+    os.kill(server.ready["pids"]["frontend 1"], signal.SIGKILL)
+    assert own.join().status is grpc.StatusCode.UNAVAILABLE
+    assert own.ended_at - began < DEATH_S
+    assert other.join().status is grpc.StatusCode.OK
+    assert other.finish_reason == "length"
+    until(server.idle, "the killed frontend's request was aborted")
+    counters = server.stats().counters
+    assert (counters.finished_abort, counters.finished_length) == (1, 1)
+    assert_serves(server)
+
+
+def test_killed_supervisor_leaves_no_orphans(make_server: MakeServer) -> None:
+    """Red if any process outlives its supervisor: a worker would keep the GPU's memory."""
+    server = make_server()
+    pids = list(server.tree())
+    assert len(pids) == 4
+    call = OpenCall(server.grpc, long_request())
+    began = hurt(server, "supervisor", signal.SIGKILL)
+    server.process.wait()
+    assert call.join().status is grpc.StatusCode.UNAVAILABLE
+    until(lambda: not alive(pids), "no orphans")
+    assert time.monotonic() - began < ORPHANS_S
+
+
+def test_crash_loop_ends_with_the_cause(make_server: MakeServer) -> None:
+    """Red if a core that keeps dying is restarted for ever, or if `serve` then reports success."""
+    server = make_server("--device=fake")
+    engines: set[int] = set()
+    while server.process.poll() is None:
+        current = {pid for pid, role in server.tree().items() if role == "engine"} - engines
+        for pid in current:
+            os.kill(pid, signal.SIGKILL)
+        engines |= current
+        time.sleep(0.05)
+    assert server.process.returncode == 1
+    assert len(engines) == 6
+    assert "was killed by SIGKILL, after 5 restarts within 5 minutes" in server.logged()
+
+
+# ------------------------------ stopping
+
+
+def test_first_signal_lets_requests_finish(make_server: MakeServer) -> None:
+    """Red if a drain cuts off an open stream, or accepts new requests meanwhile."""
+    server = make_server()
+    call = OpenCall(server.grpc, long_request(max_tokens=600))
+    server.process.send_signal(signal.SIGINT)
+    until(lambda: server.health() != 200, "health turned")
+    with pytest.raises(httpx.HTTPError):
+        server.complete().raise_for_status()
+    assert call.join().status is grpc.StatusCode.OK
+    assert call.finish_reason == "length"
+    assert server.process.wait() == 0
+
+
+def test_second_signal_stops_at_once(make_server: MakeServer) -> None:
+    """Red if an impatient person waits for a long request."""
+    server = make_server()
+    pids = list(server.tree())
+    call = OpenCall(server.grpc, long_request(max_tokens=1900))
+    server.process.send_signal(signal.SIGINT)
+    until(lambda: not serving(server.grpc), "draining")
+    began = time.monotonic()
+    server.process.send_signal(signal.SIGINT)
+    assert call.join().status is grpc.StatusCode.UNAVAILABLE
+    server.process.wait()
+    assert not alive(pids)
+    assert time.monotonic() - began < ORPHANS_S
