@@ -11,9 +11,10 @@ import json
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import BufferedReader
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ class StoredTensor:
     size: int
     """Bytes."""
 
-    def read_into(self, file: BinaryIO, out: Tensor, scratch: Tensor, where: str) -> Iterator[int]:
+    def read_into(self, file: BufferedReader, out: Tensor, scratch: Tensor, where: str) -> Iterator[int]:
         """Fill the flat tensor `out`, casting to its dtype, through `scratch` (uint8); yields bytes read so far.
 
         Raises ConfigError, starting with `where`, if the file has become shorter than its header said.
@@ -46,7 +47,7 @@ class StoredTensor:
         file.seek(self.offset)
         width = self.dtype.itemsize
         step = len(scratch) // width
-        raw = memoryview(scratch.numpy())
+        raw = scratch.numpy()
         for start in range(0, len(out), step):
             count = min(step, len(out) - start)
             block = raw[: count * width]
@@ -122,10 +123,10 @@ def read_header(path: Path) -> Shard:
 def _stored(path: Path, name: str, spec: Any, begin: int, file_size: int) -> StoredTensor:
     """One entry of a header, believed only if its parts agree with each other and with the file."""
     fields = spec if isinstance(spec, dict) else {}
-    kind, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
-    if not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+    kind, shape, offsets = fields.get("dtype"), _naturals(fields.get("shape")), _naturals(fields.get("data_offsets"))
+    if shape is None or offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise ConfigError(f"{path}: the header's entry for tensor {name} is malformed")
-    if kind not in DTYPES:
+    if not isinstance(kind, str) or kind not in DTYPES:
         raise ConfigError(f"{path}: tensor {name} has dtype {kind}; served are {', '.join(DTYPES)}")
     dtype, size = DTYPES[kind], offsets[1] - offsets[0]
     if prod(shape) * dtype.itemsize != size:
@@ -154,10 +155,10 @@ def _check_layout(path: Path, tensors: dict[str, StoredTensor], begin: int, file
         raise ConfigError(f"{path}: the tensors end at byte {position}, but the file has {file_size}")
 
 
-def _naturals(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 2**63 for item in value
-    )
+def _naturals(value: Any) -> list[int] | None:
+    """The value if it is a list of integers from 0 to 2**63 - 1."""
+    fits = isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
+    return value if fits else None
 
 
 def _read_bounded(path: Path, limit: int) -> bytes:

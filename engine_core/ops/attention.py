@@ -109,7 +109,7 @@ class CpuAttention:
         values.index_copy_(0, self._written, v)
         tokens, heads, dim = q.shape
         kv_heads = keys.shape[1]
-        grouped = q.unflatten(1, (kv_heads, heads // kv_heads))
+        grouped = q.view(tokens, kv_heads, heads // kv_heads, dim)
         out = torch.empty(grouped.shape, dtype=q.dtype)
         for work in self._work:
             work.run(grouped, keys, values, out)
