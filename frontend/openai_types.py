@@ -180,7 +180,9 @@ def parse_detokenize(body: Json) -> DetokenizeBody:
 def _refuse_unserved(fields: Fields) -> None:
     tools_are_off = fields.raw("tool_choice") == "none"
     for name in _REFUSED:
-        if fields.raw(name) and not (name == "tools" and tools_are_off):
+        value = fields.raw(name)
+        asked = value is not None and value is not False and value not in ("", [])
+        if asked and not (name == "tools" and tools_are_off):
             raise invalid(f"{name} can't be served by this server; leave it out", name)
     if fields.raw("tool_choice") not in (None, "none", "auto"):
         raise invalid("tool_choice can't be served by this server; leave it out", "tool_choice")

@@ -1,0 +1,316 @@
+"""HTTP itself on a real socket: bounds, errors, disconnects, and the openai package as a client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+
+import httpx
+import openai
+import pytest
+import pytest_asyncio
+
+from frontend.engine_client import ClientState
+from frontend.http_server import Exchange, HttpServer
+from frontend.request import ApiError, Code, TextRequest
+from tests.unit.scripted_answers import HANG_GUARD_S, MAX_BODY, ScriptedAnswer, Site, gated, until, words
+
+CANARY = "the-canary-sang-at-dawn"
+
+
+@pytest_asyncio.fixture
+async def site() -> Site:
+    return Site()
+
+
+@pytest_asyncio.fixture
+async def url(site: Site) -> AsyncIterator[str]:
+    async with site.listening() as address:
+        yield address
+
+
+@pytest_asyncio.fixture
+async def client(url: str) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=url, timeout=HANG_GUARD_S, trust_env=False) as client:
+        yield client
+
+
+def shaped(response: httpx.Response) -> dict[str, object]:
+    """The error of a response, checked to have OpenAI's shape."""
+    body = response.json()
+    assert body.keys() == {"error"}
+    assert body["error"].keys() == {"message", "type", "param", "code"}
+    error: dict[str, object] = body["error"]
+    return error
+
+
+# ------------------------------ errors
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/nowhere", 404),
+        ("GET", "/v1", 404),
+        ("POST", "/v1/completions/", 404),
+        ("GET", "/v1/completions", 405),
+        ("DELETE", "/v1/chat/completions", 405),
+        ("POST", "/v1/models", 405),
+        ("PUT", "/health", 405),
+    ],
+)
+async def test_paths_and_methods(client: httpx.AsyncClient, method: str, path: str, status: int) -> None:
+    """Red if an unknown path or method gets anything but an OpenAI-shaped error."""
+    response = await client.request(method, path)
+    assert response.status_code == status
+    shaped(response)
+    if status == 405:
+        assert response.headers["allow"] in ("GET", "POST")
+
+
+async def test_malformed_bodies(client: httpx.AsyncClient, site: Site) -> None:
+    """Red if a body that can't be read gets another status, or harms the connection."""
+    for body in (b"", b"{", b'{"prompt": "\xff"}', b"[1]", b'{"prompt": NaN}'):
+        response = await client.post("/v1/completions", content=body)
+        assert response.status_code == 400
+        assert shaped(response)["type"] == "invalid_request_error"
+    packed = await client.post("/v1/completions", content=b"x", headers={"content-encoding": "gzip"})
+    assert packed.status_code == 415
+    assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+    assert len(site.script.answers) == 1
+
+
+@pytest.mark.parametrize("declared", [True, False])
+async def test_huge_body(client: httpx.AsyncClient, site: Site, declared: bool) -> None:
+    """Red if a body of 100 MB is read into memory before it is refused, or the next request suffers."""
+    pieces = 0
+
+    async def upload() -> AsyncIterator[bytes]:
+        nonlocal pieces
+        for _ in range(100):
+            pieces += 1
+            yield b" " * (1 << 20)
+
+    headers = {"content-length": str(100 << 20)} if declared else {}
+    response = await client.post("/v1/completions", content=upload(), headers=headers)
+    assert response.status_code == 413
+    assert str(MAX_BODY) in str(shaped(response)["message"])
+    assert site.app._budget.held == 0
+    assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+
+
+async def test_body_of_the_largest_size(client: httpx.AsyncClient) -> None:
+    """Red if the bound is off by one."""
+    body = json.dumps({"prompt": "x", "user": ""})
+    room = MAX_BODY - len(body)
+    for extra, status in ((room, 200), (room + 1, 413)):
+        padded = json.dumps({"prompt": "x", "user": "u" * extra})
+        assert (await client.post("/v1/completions", content=padded)).status_code == status
+
+
+async def test_unexpected_error(client: httpx.AsyncClient, site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    """Red if an error that nobody foresaw shows its text, to the client or in the log, or kills the server."""
+
+    def broken(request: TextRequest) -> ScriptedAnswer:
+        raise ValueError(CANARY)
+
+    working, site.script.start = site.script.start, broken  # type: ignore[method-assign]
+    site.served._start = broken
+    with caplog.at_level(logging.DEBUG):
+        response = await client.post("/v1/completions", json={"prompt": CANARY})
+    assert response.status_code == 500
+    assert "ValueError" in str(shaped(response)["message"])
+    assert CANARY not in response.text
+    assert CANARY not in caplog.text
+    assert "scripted" not in response.text
+    site.served._start = working
+    assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+
+
+# ------------------------------ streams and disconnects
+
+
+async def test_events_arrive_one_by_one(client: httpx.AsyncClient, site: Site) -> None:
+    """Red if headers come before acceptance, or an event waits for the next one."""
+    site.script.gated_acceptance = True
+    site.script.steps = gated(words("a", "b"))
+    request = client.build_request("POST", "/v1/completions", json={"prompt": "x", "stream": True})
+    sending = asyncio.ensure_future(client.send(request, stream=True))
+    await until(lambda: len(site.script.answers) == 1)
+    await asyncio.sleep(0.05)
+    assert not sending.done()
+    answer = site.script.answers[0]
+    answer.release()
+    response = await sending
+    lines = response.aiter_lines()
+    for text in ("a", "b"):
+        answer.release()
+        assert json.loads((await anext(lines)).removeprefix("data: "))["choices"][0]["text"] == text
+        assert await anext(lines) == ""
+    assert await anext(lines) == "data: [DONE]"
+    await response.aclose()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_client_gone(url: str, site: Site, stream: bool, path: str) -> None:
+    """Red if a client that went away leaves its request running in the engine core, streamed or not."""
+    site.script.steps = [*words("a", "b")[:1], None]
+    body = {"prompt": ["x", "y"], "messages": [{"role": "user", "content": "hi"}], "stream": stream}
+    reader, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"))
+    content = json.dumps(body).encode()
+    writer.write(b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (path.encode(), len(content)) + content)
+    await writer.drain()
+    if stream:
+        await reader.readuntil(b'"a"')
+    else:
+        await until(lambda: site.metrics.output_tokens >= 1)
+    assert site.metrics.open_requests >= 1
+    writer.close()
+    await until(lambda: site.metrics.open_requests == 0)
+    assert [answer.closed for answer in site.script.answers] == [1] * len(site.script.answers)
+    assert site.metrics._outcomes["cancelled"] == len(site.script.answers)
+
+
+async def test_client_gone_before_acceptance(url: str, site: Site) -> None:
+    """Red if a request still in the queue outlives its client."""
+    site.script.gated_acceptance = True
+    async with httpx.AsyncClient(trust_env=False) as client:
+        asking = asyncio.ensure_future(client.post(f"{url}/v1/completions", json={"prompt": "x"}))
+        await until(lambda: site.metrics.open_requests == 1)
+        asking.cancel()
+    await until(lambda: site.metrics.open_requests == 0)
+    assert site.script.answers[0].closed == 1
+
+
+async def test_client_gone_in_the_body(url: str, site: Site) -> None:
+    """Red if half a body is taken for a request, or keeps its bytes in the budget."""
+    _, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 5000\r\n\r\n" + b" " * 1000)
+    await until(lambda: site.app._budget.held == 1000)
+    writer.close()
+    await until(lambda: site.app._budget.held == 0)
+    assert site.script.answers == []
+
+
+async def test_body_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if a client may take for ever over its body."""
+    monkeypatch.setattr("frontend.http_server.BODY_TIMEOUT_S", 0.01)
+    sent: list[dict[str, object]] = []
+
+    async def receive() -> dict[str, object]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: object) -> None:
+        sent.append(dict(message))  # type: ignore[call-overload]
+
+    async def read(exchange: Exchange) -> None:
+        await exchange.body()
+
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
+    await HttpServer({"/": {"POST": read}}, 100)(scope, receive, send)
+    assert sent[0]["status"] == 408
+
+
+# ------------------------------ pages
+
+
+async def test_health_follows_the_engine(client: httpx.AsyncClient, site: Site) -> None:
+    """Red if health says yes while the engine core is away."""
+    for state, status, word in (
+        (ClientState.SERVING, 200, "serving"),
+        (ClientState.CONNECTING, 503, "starting"),
+        (ClientState.DEAD, 503, "dead"),
+        (ClientState.CLOSED, 503, "dead"),
+    ):
+        site.engine.state = state
+        for path in ("/health", "/ping"):
+            response = await client.get(path)
+            assert (response.status_code, response.json()["status"]) == (status, word)
+
+
+async def test_pages(client: httpx.AsyncClient) -> None:
+    """Red if a page or one of its files is missing, or loads anything from elsewhere."""
+    page = await client.get("/")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "default-src 'self'" in page.headers["content-security-policy"]
+    for name in ("page.js", "page.css"):
+        assert f'"/web/{name}"' in page.text
+        assert (await client.get(f"/web/{name}")).status_code == 200
+    assert "http://" not in page.text
+    assert "https://" not in page.text
+    assert (await client.get("/version")).json() == {"version": "1.2.3"}
+    assert (await client.head("/health")).status_code == 200
+
+
+async def test_metrics_page(client: httpx.AsyncClient, site: Site) -> None:
+    """Red if a scrape doesn't ask the engine core anew, or fails when that is away."""
+    site.engine.stats.gauges.pages_free = 77
+    await client.post("/v1/completions", json={"prompt": "x"})
+    text = (await client.get("/metrics")).text
+    assert "greenlane_engine_up 1.0" in text
+    assert "greenlane_engine_pages_free 77.0" in text
+    assert 'greenlane_frontend_requests_total{outcome="stop"} 1.0' in text
+    site.engine.stats.gauges.pages_free = 78
+    assert "greenlane_engine_pages_free 78.0" in (await client.get("/metrics")).text
+    site.engine.failure = ApiError(Code.UNAVAILABLE, "gone")
+    text = (await client.get("/metrics")).text
+    assert "greenlane_engine_up 0.0" in text
+    assert "pages_free" not in text
+
+
+# ------------------------------ the openai package
+
+
+async def test_openai_package(url: str, site: Site) -> None:
+    """Red if the official client can't hold a conversation, streamed or not, or sees another kind of error."""
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        assert [model.id async for model in client.models.list()] == ["austen", "tiny/alias"]
+        chat = await client.chat.completions.create(model="austen", messages=[{"role": "user", "content": "hi"}])
+        assert (chat.choices[0].message.content, chat.choices[0].finish_reason) == ("Hello world", "stop")
+        assert chat.usage is not None
+        assert chat.usage.completion_tokens == 2
+        chunks = [
+            chunk
+            async for chunk in await client.chat.completions.create(
+                model="austen",
+                messages=[{"role": "user", "content": "hi"}],
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+        ]
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "Hello world"
+        assert chunks[-1].usage == chat.usage
+        whole = await client.completions.create(model="austen", prompt=["a", "b"], logprobs=1)
+        assert [choice.text for choice in whole.choices] == ["Hello world"] * 2
+        pieces = [piece async for piece in await client.completions.create(model="austen", prompt="x", stream=True)]
+        assert "".join(piece.choices[0].text for piece in pieces) == "Hello world"
+        with pytest.raises(openai.NotFoundError) as unknown:
+            await client.completions.create(model="gpt", prompt="x")
+        assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
+        site.script.refusal = ApiError(Code.RESOURCE_EXHAUSTED, "the queue is full", retry_after_s=1.0)
+        with pytest.raises(openai.RateLimitError):
+            await client.completions.create(model="austen", prompt="x")
+        site.script.refusal = None
+        site.script.steps = [*words("a", "b")[:1], ApiError(Code.UNAVAILABLE, "the engine core was lost")]
+        with pytest.raises(openai.APIError, match="the engine core was lost"):
+            async for _ in await client.completions.create(model="austen", prompt="x", stream=True):
+                pass
+
+
+async def test_no_prompt_in_the_logs(client: httpx.AsyncClient, site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    """Red if any log record of a request, served or failed, holds text of its prompt or answer."""
+    site.script.next_steps = [words(CANARY), [ApiError(Code.INTERNAL, "failed")]]
+    with caplog.at_level(logging.DEBUG):
+        for _ in range(2):
+            await client.post("/v1/completions", json={"prompt": CANARY, "user": CANARY, "stop": CANARY})
+        await client.post("/v1/completions", content=b'{"prompt": "' + CANARY.encode())
+        await client.post("/v1/chat/completions", json={"messages": [{"role": CANARY}]})
+        await client.get(f"/v1/models/{CANARY}")
+    # The client's own loggers, and the access log: it is off, but pytest listens to it all the same.
+    foreign = ("httpx", "httpcore", "uvicorn.access")
+    ours = [record.getMessage() for record in caplog.records if not record.name.startswith(foreign)]
+    assert not any(CANARY in message for message in ours)

@@ -1,0 +1,399 @@
+"""The OpenAI endpoints' answers, field by field, over scripted deltas."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from frontend.request import ApiError, Code, Delta, TokenLogprob, TopLogprob
+from tests.unit.scripted_answers import THINKING_TEMPLATE, Site, words
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+LOGPROB = TokenLogprob(7, "He", -0.5, 1, (TopLogprob(7, "He", -0.5), TopLogprob(8, "It", -1.5)))
+NEVER = TokenLogprob(9, "\ufffd", float("-inf"), 50, ())
+
+
+@pytest.fixture
+def site() -> Site:
+    return Site()
+
+
+async def post(site: Site, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    async with site.client() as client:
+        response = await client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"] == "application/json"
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+async def events(site: Site, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The events of a stream, without the closing [DONE]."""
+    async with site.client() as client:
+        response = await client.post(path, json=body | {"stream": True})
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = response.text.split("\n\n")
+    assert lines.pop() == ""
+    assert lines.pop() == "data: [DONE]"
+    assert all(line.startswith("data: ") for line in lines)
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+# ------------------------------ completions
+
+
+async def test_whole_completion(site: Site) -> None:
+    """Red if a field of OpenAI's text_completion changes its name, place or value."""
+    assert await post(site, "/v1/completions", {"model": "austen", "prompt": "Emma"}) == {
+        "id": "cmpl-id1",
+        "object": "text_completion",
+        "created": 1_700_000_000,
+        "model": "austen",
+        "system_fingerprint": None,
+        "choices": [
+            {"index": 0, "text": "Hello world", "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+        ],
+        "usage": {
+            "prompt_tokens": len(site.script.request.prompt_ids),
+            "total_tokens": len(site.script.request.prompt_ids) + 2,
+            "completion_tokens": 2,
+            "prompt_tokens_details": {"cached_tokens": 3},
+        },
+    }
+    request = site.script.request
+    assert (site.tokenizer.decode(request.prompt_ids), request.sampling.max_tokens) == ("Emma", 16)
+    assert (request.label, site.script.answers[0].closed) == ("cmpl-id1", 1)
+
+
+async def test_streamed_completion(site: Site) -> None:
+    """Red if the events differ in shape from OpenAI's, or several deltas become one event."""
+    site.script.steps = [[Delta(0, "a", [1]), Delta(0, 'b"\n', [2])], *words("é", "")]
+    first, second, third, last = await events(site, "/v1/completions", {"prompt": "x"})
+    assert first == {
+        "id": "cmpl-id1",
+        "object": "text_completion",
+        "created": 1_700_000_000,
+        "model": "austen",
+        "system_fingerprint": None,
+        "choices": [{"index": 0, "text": "a", "logprobs": None, "finish_reason": None, "stop_reason": None}],
+    }
+    assert (second["choices"][0]["text"], third["choices"][0]["text"]) == ('b"\n', "é")
+    assert second.keys() == first.keys()
+    assert (last["choices"][0]["finish_reason"], last["choices"][0]["text"]) == ("stop", "")
+
+
+async def test_stream_usage(site: Site) -> None:
+    """Red if include_usage loses its last event, its nulls before, or continuous usage counts wrongly."""
+    options = {"stream_options": {"include_usage": True}}
+    first, last, usage = await events(site, "/v1/completions", {"prompt": "x"} | options)
+    assert (first["usage"], last["usage"], usage["choices"]) == (None, None, [])
+    assert (usage["usage"]["completion_tokens"], usage["usage"]["prompt_tokens_details"]) == (2, {"cached_tokens": 3})
+    options["stream_options"]["continuous_usage_stats"] = True
+    for path, body in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", CHAT)):
+        counts = [event["usage"]["completion_tokens"] for event in await events(site, path, body | options)]
+        assert counts[-3:] == [1, 2, 2], path
+
+
+async def test_stop_reason(site: Site) -> None:
+    """Red if what ended a sequence isn't told, as the string or the id that it was."""
+    for reason in ("END", 42):
+        site.script.steps = [[Delta(0, "a", [1], finish_reason="stop", stop_reason=reason)]]
+        whole = await post(site, "/v1/completions", {"prompt": "x", "stop": "END"})
+        assert whole["choices"][0]["stop_reason"] == reason
+        chat = await post(site, "/v1/chat/completions", CHAT)
+        assert chat["choices"][0]["stop_reason"] == reason
+    assert site.script.answers[0].request.stop == ("END",)
+
+
+async def test_several_prompts_and_sequences(site: Site) -> None:
+    """Red if choices aren't numbered prompt by prompt, or a sequence's text lands in another choice."""
+    site.script.steps = [[Delta(1, "B", [2]), Delta(0, "A", [1])], *words("a"), *words("b", index=1, finish="length")]
+    body = {"prompt": ["one", "two"], "n": 2}
+    answer = await post(site, "/v1/completions", body)
+    shown = [(c["index"], c["text"], c["finish_reason"]) for c in answer["choices"]]
+    assert shown == [(0, "Aa", "stop"), (1, "Bb", "length"), (2, "Aa", "stop"), (3, "Bb", "length")]
+    assert answer["usage"]["completion_tokens"] == 8
+    texts = dict.fromkeys(range(4), "")
+    for event in await events(site, "/v1/completions", body):
+        texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
+    assert texts == {0: "Aa", 1: "Bb", 2: "Aa", 3: "Bb"}
+
+
+async def test_completion_logprobs(site: Site) -> None:
+    """Red if a column is misplaced, an offset ignores the echo, or an infinite logprob breaks the JSON."""
+    site.script.steps = [
+        [Delta(0, "He", [7], [LOGPROB])],
+        [Delta(0, "\ufffd", [9], [NEVER], finish_reason="length")],
+    ]
+    body = {"prompt": "Emma", "logprobs": 2}
+    expected = {
+        "text_offset": [0, 2],
+        "token_logprobs": [-0.5, -9999.0],
+        "tokens": ["He", "\ufffd"],
+        "top_logprobs": [{"He": -0.5, "It": -1.5}, {"\ufffd": -9999.0}],
+    }
+    answer = await post(site, "/v1/completions", body)
+    assert answer["choices"][0]["logprobs"] == expected
+    streamed = [event["choices"][0]["logprobs"] for event in await events(site, "/v1/completions", body)]
+    assert [part["text_offset"] for part in streamed] == [[0], [2]]
+    assert streamed[0]["top_logprobs"] == [{"He": -0.5, "It": -1.5}]
+    site.script.prompt_logprobs = [TokenLogprob(1, "Em", None, None), TokenLogprob(2, "ma", -2.0, 4, ())]
+    for choice in (
+        (await post(site, "/v1/completions", body | {"echo": True}))["choices"][0],
+        (await events(site, "/v1/completions", body | {"echo": True}))[0]["choices"][0],
+    ):
+        assert choice["text"].startswith("EmmaHe")
+        assert choice["logprobs"]["tokens"][:3] == ["Em", "ma", "He"]
+        assert choice["logprobs"]["text_offset"][:3] == [0, 2, 4]
+        assert choice["logprobs"]["token_logprobs"][:3] == [None, -2.0, -0.5]
+        assert choice["logprobs"]["top_logprobs"][:2] == [None, {"ma": -2.0}]
+
+
+async def test_scoring_only(site: Site) -> None:
+    """Red if echo with max_tokens 0 shows the token that had to be drawn."""
+    site.script.prompt_logprobs = [TokenLogprob(1, "Emma", None, None)]
+    site.script.steps = [[Delta(0, "He", [7], [LOGPROB], finish_reason="length")]]
+    body = {"prompt": "Emma", "echo": True, "logprobs": 1, "max_tokens": 0}
+    answer = await post(site, "/v1/completions", body)
+    assert (answer["choices"][0]["text"], answer["choices"][0]["logprobs"]["tokens"]) == ("Emma", ["Emma"])
+    assert (answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"]) == ("length", 0)
+    (only,) = await events(site, "/v1/completions", body)
+    assert (only["choices"][0]["text"], only["choices"][0]["logprobs"]["tokens"]) == ("Emma", ["Emma"])
+
+
+async def test_token_ids_and_prompt_logprobs(site: Site) -> None:
+    """Red if return_token_ids or prompt_logprobs lose vLLM's places in the answer."""
+    ids = site.tokenizer.encode_inline("Emma")
+    body = {"prompt": ids, "return_token_ids": True, "echo": True}
+    choice = (await post(site, "/v1/completions", body | {"prompt_logprobs": 1}))["choices"][0]
+    assert (choice["prompt_token_ids"], choice["token_ids"]) == (ids, [100, 101])
+    assert (choice["text"], choice["prompt_logprobs"]) == ("EmmaHello world", [])
+    streamed = [event["choices"][0] for event in await events(site, "/v1/completions", body)]
+    assert [part["token_ids"] for part in streamed] == [[100], [101]]
+    assert [part["prompt_token_ids"] for part in streamed] == [ids, None]
+    site.script.prompt_logprobs = [TokenLogprob(1, "E", None, None), LOGPROB]
+    chat = await post(site, "/v1/chat/completions", CHAT | {"prompt_logprobs": 2, "return_token_ids": True})
+    assert chat["prompt_logprobs"] == [
+        None,
+        {
+            "7": {"logprob": -0.5, "rank": 1, "decoded_token": "He"},
+            "8": {"logprob": -1.5, "rank": 2, "decoded_token": "It"},
+        },
+    ]
+    assert chat["prompt_token_ids"] == site.script.request.prompt_ids
+    assert chat["choices"][0]["token_ids"] == [100, 101]
+    opening, *rest = await events(site, "/v1/chat/completions", CHAT | {"return_token_ids": True})
+    assert opening["prompt_token_ids"] == site.script.request.prompt_ids
+    assert [event["choices"][0]["token_ids"] for event in rest] == [[100], [101]]
+
+
+# ------------------------------ chat
+
+
+async def test_whole_chat(site: Site) -> None:
+    """Red if a field of OpenAI's chat.completion changes, or the prompt isn't the template's."""
+    answer = await post(site, "/v1/chat/completions", CHAT | {"model": "tiny/alias"})
+    usage = answer.pop("usage")
+    assert answer == {
+        "id": "chatcmpl-id1",
+        "object": "chat.completion",
+        "created": 1_700_000_000,
+        "model": "austen",
+        "system_fingerprint": None,
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "Hello world", "refusal": None},
+                "logprobs": None,
+                "finish_reason": "stop",
+                "stop_reason": None,
+            }
+        ],
+    }
+    assert usage["completion_tokens"] == 2
+    prompt = site.tokenizer.decode(site.script.request.prompt_ids, skip_special_tokens=False)
+    assert prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert site.script.request.sampling.max_tokens is None
+
+
+async def test_streamed_chat(site: Site) -> None:
+    """Red if the events differ in shape from OpenAI's: the role first, then contents, then the reason."""
+    opening, first, last = await events(site, "/v1/chat/completions", CHAT)
+    assert opening == {
+        "id": "chatcmpl-id1",
+        "object": "chat.completion.chunk",
+        "created": 1_700_000_000,
+        "model": "austen",
+        "system_fingerprint": None,
+        "choices": [
+            {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        ],
+    }
+    assert first["choices"] == [{"index": 0, "delta": {"content": "Hello"}, "logprobs": None, "finish_reason": None}]
+    assert (last["choices"][0]["delta"], last["choices"][0]["finish_reason"]) == ({"content": " world"}, "stop")
+
+
+async def test_chat_logprobs(site: Site) -> None:
+    """Red if a chat's logprobs lose a field, or `bytes` are those of the replacement character."""
+    half = next(id for id in range(4096) if site.tokenizer.token_bytes(id) == b"\xc3")
+    entry = TokenLogprob(half, "\ufffd", -0.25, 1, (TopLogprob(7, "He", -0.5),))
+    site.script.steps = [[Delta(0, "", [half], [entry], finish_reason="length")]]
+    body = CHAT | {"logprobs": True, "top_logprobs": 1}
+    top = {"token": "He", "logprob": -0.5, "bytes": [*site.tokenizer.token_bytes(7)]}
+    expected = {
+        "content": [{"token": "\ufffd", "logprob": -0.25, "bytes": [0xC3], "top_logprobs": [top]}],
+        "refusal": None,
+    }
+    assert (await post(site, "/v1/chat/completions", body))["choices"][0]["logprobs"] == expected
+    assert (await events(site, "/v1/chat/completions", body))[1]["choices"][0]["logprobs"] == expected
+
+
+@pytest.mark.parametrize(
+    ("opened", "pieces"),
+    [(False, ("<thi", "nk>\nwhy", " not\n", "</th", "ink>\n\n", "Yes")), (True, ("why", " not\n</think>\n\nYes", ""))],
+)
+async def test_reasoning(opened: bool, pieces: tuple[str, ...]) -> None:
+    """Red if reasoning leaks into the content of either kind of answer, or the other way round."""
+    site = Site(THINKING_TEMPLATE)
+    site.script.steps = words(*pieces)
+    body = CHAT | {"chat_template_kwargs": {"open": opened}}
+    message = (await post(site, "/v1/chat/completions", body))["choices"][0]["message"]
+    assert (message["reasoning_content"], message["reasoning"], message["content"]) == ("why not", "why not", "Yes")
+    deltas = [event["choices"][0]["delta"] for event in await events(site, "/v1/chat/completions", body)]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "why not"
+    assert "".join(delta.get("reasoning", "") for delta in deltas) == "why not"
+    assert "".join(delta.get("content", "") for delta in deltas) == "Yes"
+
+
+async def test_continued_message(site: Site) -> None:
+    """Red if the prompt of a continued message ends behind its content, or an impossible one is guessed."""
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Dear Emma"}]
+    await post(site, "/v1/chat/completions", {"messages": messages, "continue_final_message": True})
+    prompt = site.tokenizer.decode(site.script.request.prompt_ids, skip_special_tokens=False)
+    assert prompt.endswith("<|im_start|>assistant\nDear Emma")
+    messages[1]["content"] = ""
+    async with site.client() as client:
+        refused = await client.post("/v1/chat/completions", json={"messages": messages, "continue_final_message": True})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "continue_final_message")
+
+
+async def test_chat_without_a_template() -> None:
+    """Red if a base model's chats fail with anything but a reason, or its completions fail too."""
+    site = Site(with_template=False)
+    async with site.client() as client:
+        refused = await client.post("/v1/chat/completions", json=CHAT)
+        served = await client.post("/v1/completions", json={"prompt": "x"})
+    assert (refused.status_code, served.status_code) == (400, 200)
+    assert "no chat template" in refused.json()["error"]["message"]
+
+
+# ------------------------------ refusals and failures
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "retry"),
+    [
+        (ApiError(Code.INVALID_ARGUMENT, "top_p is 3", "top_p"), 400, "invalid_request_error", None),
+        (ApiError(Code.RESOURCE_EXHAUSTED, "full", retry_after_s=2.2), 429, "rate_limit_error", "3"),
+        (ApiError(Code.UNAVAILABLE, "no engine"), 503, "service_unavailable_error", "1"),
+        (ApiError(Code.DEADLINE_EXCEEDED, "late"), 504, "timeout_error", None),
+        (ApiError(Code.INTERNAL, "the forward failed: ValueError"), 500, "server_error", None),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_refused_by_the_engine(
+    site: Site, error: ApiError, status: int, kind: str, retry: str | None, stream: bool
+) -> None:
+    """Red if headers are sent before the engine core's answer is known, or a refusal has another status."""
+    site.script.refusal = error
+    async with site.client() as client:
+        for path, body in (("/v1/completions", {"prompt": ["x", "y"]}), ("/v1/chat/completions", CHAT)):
+            response = await client.post(path, json=body | {"stream": stream})
+            assert response.status_code == status
+            assert response.json() == {
+                "error": {"message": error.message, "type": kind, "param": error.parameter, "code": None}
+            }
+            assert response.headers.get("retry-after") == retry
+    assert all(answer.closed == 1 for answer in site.script.answers)
+    assert (site.metrics.open_requests, len(site.script.answers)) == (0, 3)
+
+
+async def test_failure_in_a_stream(site: Site) -> None:
+    """Red if a request that fails after its first token ends without an error event and [DONE]."""
+    site.script.steps = [*words("a", "b")[:1], ApiError(Code.UNAVAILABLE, "the engine core was lost")]
+    for path, body in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", CHAT)):
+        *_, last = await events(site, path, body)
+        assert last["error"]["message"] == "the engine core was lost"
+        assert last["error"]["type"] == "service_unavailable_error"
+    async with site.client() as client:
+        assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 503
+
+
+async def test_one_of_several_prompts_fails(site: Site) -> None:
+    """Red if a call's other prompts go on after one of them has failed."""
+    site.script.next_steps = [[None], [ApiError(Code.INTERNAL, "this one failed")]]
+    async with site.client() as client:
+        response = await client.post("/v1/completions", json={"prompt": ["x", "y"]})
+    assert (response.status_code, response.json()["error"]["message"]) == (500, "this one failed")
+    assert [answer.closed for answer in site.script.answers] == [1, 1]
+
+
+async def test_unknown_model(site: Site) -> None:
+    """Red if a foreign model is served, or the refusal isn't OpenAI's."""
+    async with site.client() as client:
+        for path, body in (
+            ("/v1/completions", {"prompt": "x"}),
+            ("/v1/chat/completions", CHAT),
+            ("/tokenize", {"prompt": "x"}),
+            ("/detokenize", {"tokens": [1]}),
+        ):
+            error = (await client.post(path, json=body | {"model": "gpt"})).json()["error"]
+            assert (error["param"], error["code"]) == ("model", "model_not_found")
+    assert site.script.answers == []
+
+
+async def test_draining(site: Site) -> None:
+    """Red if a stopping server takes requests, or its health doesn't say so."""
+    site.served.drain()
+    async with site.client() as client:
+        response = await client.post("/v1/completions", json={"prompt": "x"})
+        health = await client.get("/health")
+    assert (response.status_code, response.headers["retry-after"]) == (503, "5")
+    assert (health.status_code, health.json()["status"]) == (503, "draining")
+
+
+# ------------------------------ models and tokens
+
+
+async def test_models(site: Site) -> None:
+    """Red if a served name is missing, or a name with a slash can't be asked for."""
+    async with site.client() as client:
+        listed = (await client.get("/v1/models")).json()
+        one = await client.get("/v1/models/tiny/alias")
+        none = await client.get("/v1/models/gpt")
+    assert listed["object"] == "list"
+    assert listed["data"][1] == one.json()
+    assert one.json() == {
+        "id": "tiny/alias",
+        "object": "model",
+        "created": 1_700_000_000,
+        "owned_by": "greenlane",
+        "root": "austen",
+        "parent": None,
+        "max_model_len": 2048,
+    }
+    assert none.status_code == 404
+
+
+async def test_tokenize_and_back(site: Site) -> None:
+    """Red if tokens and text don't give each other back, or the shapes aren't vLLM's."""
+    tokens = await post(site, "/tokenize", {"prompt": "Emma Woodhouse", "return_token_strs": True})
+    assert (tokens["count"], tokens["max_model_len"]) == (len(tokens["tokens"]), 2048)
+    assert "".join(tokens["token_strs"]) == "Emma Woodhouse"
+    assert await post(site, "/detokenize", {"tokens": tokens["tokens"]}) == {"prompt": "Emma Woodhouse"}
+    chat = await post(site, "/tokenize", CHAT)
+    assert chat["token_strs"] is None
+    assert (await post(site, "/detokenize", {"tokens": chat["tokens"]}))["prompt"].endswith("assistant\n")
