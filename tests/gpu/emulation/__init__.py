@@ -44,7 +44,7 @@ class EmulatedKernels:
         library = self._folder / f"{kernel.entry}-{digest}.so"
         if not library.exists():
             flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-ffp-contract=off", f"-I{HERE}"]
-            # From standard input, so that the device.cuh beside the kernel's source isn't found first.
+            # From standard input and an empty place: the device.cuh beside the kernel's source must not be found.
             command = ["g++", *flags, *defines, "-x", "c++", "-", "-o", str(library)]
-            subprocess.run(command, input=program, text=True, check=True)
+            subprocess.run(command, input=program, text=True, check=True, cwd=self._folder)
         return library

@@ -1,0 +1,350 @@
+// Attention of one query token per row over its pages, split over blocks by a plan made on the device (flash decoding,
+// Dao et al. 2023, with the merge done by the block of a row that finishes last).
+//
+// Nothing here depends on lengths that the host knows: plan_splits cuts each row's pages into items once a step, and the
+// grid of decode_attention holds as many blocks as there can be items; those beyond the count leave at once.
+//
+// A warp takes one page at a time, straight from memory into tensor-core fragments. With lane = 4 g + t and P the page's
+// tokens: scores are Q (rows: query heads of the group) times K^T (columns: tokens), and the transposed output is V^T
+// times P^T, so that the scores' layout is already that of the second product's operand.
+//
+// Compile-time parameters (-D):
+//   HEAD_DIM   64 or 128
+//   GROUP      query heads per kv head, 1 to 8
+//   WARPS      warps of an attention block
+#include "device.cuh"
+
+constexpr int PAGE = 16;  // tokens
+constexpr int PLAN_THREADS = 256;
+constexpr int CHUNKS = HEAD_DIM / 32;  // 32-dimension chunks of a key
+constexpr int HALVES = HEAD_DIM / 64;  // 64-dimension halves of a value
+
+struct alignas(16) Item {
+  int row;
+  int first_page;  // index into the row's page table
+  int pages;
+  u16 splits;  // items of this row
+  u16 split;   // this one's number among them
+};
+
+__device__ inline int scan_block(int value) {  // inclusive sum over the block's threads
+  __shared__ int sums[PLAN_THREADS / 32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int by = 1; by < 32; by *= 2) {
+    const int lower = __shfl_up_sync(ALL_LANES, value, by);
+    if (lane >= by) value += lower;
+  }
+  __syncthreads();
+  if (lane == 31) sums[warp] = value;
+  __syncthreads();
+  for (int i = 0; i < warp; ++i) value += sums[i];
+  return value;
+}
+
+// Cuts the rows' pages into items of about equal size: at most rows + spare of them. One block.
+//   slots, positions: int32 [rows], slot -1 for padding; a row attends to positions 0 .. its own.
+//   items: [rows + spare]; count: int32 [1].
+extern "C" __global__ void __launch_bounds__(PLAN_THREADS)
+    plan_splits(const int* slots, const int* positions, Item* items, int* count, int rows, int spare, int least_pages) {
+  __shared__ int total;
+  wait_for_previous();
+  allow_next();
+  const int each = (rows + PLAN_THREADS - 1) / PLAN_THREADS;
+  const int first = threadIdx.x * each, last = min(first + each, rows);
+  int pages = 0;
+  for (int row = first; row < last; ++row) pages += slots[row] < 0 ? 0 : positions[row] / PAGE + 1;
+  const int through = scan_block(pages);
+  if (threadIdx.x == PLAN_THREADS - 1) total = through;
+  __syncthreads();
+  // sum of ceil(pages / size) <= total / size + rows <= spare + rows
+  const int size = max((total + spare - 1) / spare, least_pages);
+  int wanted = 0;
+  for (int row = first; row < last; ++row) {
+    if (slots[row] >= 0) wanted += (positions[row] / PAGE + size) / size;
+  }
+  const int end = scan_block(wanted);
+  if (threadIdx.x == PLAN_THREADS - 1) *count = end;
+  int place = end - wanted;
+  for (int row = first; row < last; ++row) {
+    if (slots[row] < 0) continue;
+    const int of_row = positions[row] / PAGE + 1;
+    const int splits = (of_row + size - 1) / size;
+    for (int split = 0; split < splits; ++split) {
+      const int from = static_cast<int>(static_cast<u64>(of_row) * split / splits);
+      const int to = static_cast<int>(static_cast<u64>(of_row) * (split + 1) / splits);
+      items[place++] = Item{row, from, to - from, static_cast<u16>(splits), static_cast<u16>(split)};
+    }
+  }
+}
+
+struct Page {
+  Words keys[2][CHUNKS];      // tokens g and g + 8, dimensions 32 chunk + 8t ..
+  Words values[4][HALVES];    // tokens 2t, 2t+1, 2t+8, 2t+9, dimensions 64 half + 8g ..
+};
+
+__device__ inline void request_keys(Page& page, const u16* base, u64 stride, int group, int part) {
+#pragma unroll
+  for (int upper = 0; upper < 2; ++upper) {
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+      page.keys[upper][chunk] = load_once(base + (group + 8 * upper) * stride + 32 * chunk + 8 * part);
+    }
+  }
+}
+
+__device__ inline void request_values(Page& page, const u16* base, u64 stride, int group, int part) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int token = 2 * part + i % 2 + 8 * (i / 2);
+#pragma unroll
+    for (int half = 0; half < HALVES; ++half) {
+      page.values[i][half] = load_once(base + (PAGE + token) * stride + 64 * half + 8 * group);
+    }
+  }
+}
+
+// The running softmax of one warp. Lane 4 g + t keeps the maximum and its own tokens' sum for query g, and of the output
+// dimensions 64 half + 8 g + 2 tile (+ 1 in the second row) for queries 2t and 2t + 1.
+struct Running {
+  float maximum = MINUS_INFINITY, sum = 0.0f;
+  float output[HALVES][4][4] = {};
+
+  __device__ void rescale(float lifted, int part) {
+    const float factor = exp2_fast(maximum - lifted);
+    maximum = lifted;
+    sum *= factor;
+    const float left = __shfl_sync(ALL_LANES, factor, 8 * part);
+    const float right = __shfl_sync(ALL_LANES, factor, 8 * part + 4);
+#pragma unroll
+    for (int half = 0; half < HALVES; ++half) {
+#pragma unroll
+      for (int tile = 0; tile < 4; ++tile) {
+        output[half][tile][0] *= left;
+        output[half][tile][1] *= right;
+        output[half][tile][2] *= left;
+        output[half][tile][3] *= right;
+      }
+    }
+  }
+};
+
+struct Query {
+  Words rows[CHUNKS];  // query g, dimensions 32 chunk + 8t ..
+};
+
+// Scores of query g for tokens 2t, 2t+1, 2t+8, 2t+9, scaled to base-2 exponents; -inf beyond the context.
+__device__ inline void score(const Query& query, const Page& page, float scale, int part, int tokens, float (&s)[4]) {
+  float lower[4] = {}, upper[4] = {};
+#pragma unroll
+  for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+    const Words& q = query.rows[chunk];
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      const Words &k = page.keys[0][chunk], &l = page.keys[1][chunk];
+      multiply_accumulate(lower, q.w[i], 0, q.w[i + 1], 0, k.w[i], k.w[i + 1]);
+      multiply_accumulate(upper, q.w[i], 0, q.w[i + 1], 0, l.w[i], l.w[i + 1]);
+    }
+  }
+  s[0] = 2 * part < tokens ? lower[0] * scale : MINUS_INFINITY;
+  s[1] = 2 * part + 1 < tokens ? lower[1] * scale : MINUS_INFINITY;
+  s[2] = 2 * part + 8 < tokens ? upper[0] * scale : MINUS_INFINITY;
+  s[3] = 2 * part + 9 < tokens ? upper[1] * scale : MINUS_INFINITY;
+}
+
+// Adds one page to the running softmax.
+__device__ inline void weigh(Running& running, float (&s)[4], int part) {
+  const float highest = max_lanes<1, 2>(fmaxf(fmaxf(s[0], s[1]), fmaxf(s[2], s[3])));
+  const float lifted = fmaxf(running.maximum, highest);
+  if (__any_sync(ALL_LANES, lifted > running.maximum)) running.rescale(lifted, part);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    s[i] = exp2_fast(s[i] - running.maximum);
+    running.sum += s[i];
+  }
+}
+
+__device__ inline void accumulate(Running& running, const Page& page, const float (&s)[4]) {
+  const u32 early = pack(s[0], s[1]), late = pack(s[2], s[3]);
+#pragma unroll
+  for (int half = 0; half < HALVES; ++half) {
+#pragma unroll
+    for (int tile = 0; tile < 4; ++tile) {
+      const u32 v0 = page.values[0][half].w[tile], v1 = page.values[1][half].w[tile];
+      const u32 v2 = page.values[2][half].w[tile], v3 = page.values[3][half].w[tile];
+      multiply_accumulate(running.output[half][tile], low_halves(v0, v1), high_halves(v0, v1), low_halves(v2, v3),
+                          high_halves(v2, v3), early, late);
+    }
+  }
+}
+
+// What lies beyond the context in the last page may be anything, NaN too, and 0 * NaN is NaN.
+__device__ inline void blank(Page& page, int part, int tokens) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (2 * part + i % 2 + 8 * (i / 2) < tokens) continue;
+#pragma unroll
+    for (int half = 0; half < HALVES; ++half) page.values[i][half] = Words{{0, 0, 0, 0}};
+  }
+}
+
+struct Meeting {  // where a block's warps, then a row's items, merge
+  float output[WARPS][GROUP][HEAD_DIM];
+  float maximum[WARPS][GROUP];
+  float sum[WARPS][GROUP];
+  bool is_last;
+};
+
+__device__ inline void leave(Meeting& meeting, const Running& running, int warp, int group, int part) {
+  const float sum = sum_lanes<1, 2>(running.sum);
+  if (part == 0 && group < GROUP) {
+    meeting.maximum[warp][group] = running.maximum;
+    meeting.sum[warp][group] = sum;
+  }
+#pragma unroll
+  for (int half = 0; half < HALVES; ++half) {
+#pragma unroll
+    for (int tile = 0; tile < 4; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int query = 2 * part + i % 2;
+        if (query < GROUP) {
+          meeting.output[warp][query][64 * half + 8 * group + 2 * tile + i / 2] = running.output[half][tile][i];
+        }
+      }
+    }
+  }
+}
+
+// Partial results of items, by [item][kv head][query of the group].
+struct Partials {
+  float* output;  // [..][HEAD_DIM], divided by the sum
+  Pair* weight;   // (maximum, sum)
+};
+
+__device__ inline float merged_sum(const Meeting& meeting, int query, float& maximum) {
+  maximum = MINUS_INFINITY;
+#pragma unroll
+  for (int warp = 0; warp < WARPS; ++warp) maximum = fmaxf(maximum, meeting.maximum[warp][query]);
+  float sum = 0.0f;
+#pragma unroll
+  for (int warp = 0; warp < WARPS; ++warp) {
+    sum += meeting.sum[warp][query] * exp2_fast(meeting.maximum[warp][query] - maximum);
+  }
+  return sum;
+}
+
+// Merges the warps of the block into the result (a row's only item) or into the item's partial.
+__device__ inline void merge_warps(const Meeting& meeting, const Item& item, const Partials& partials, u64 place,
+                                   u16* result) {
+  for (int i = threadIdx.x; i < GROUP * HEAD_DIM; i += 32 * WARPS) {
+    const int query = i / HEAD_DIM, dimension = i % HEAD_DIM;
+    float maximum;
+    const float sum = merged_sum(meeting, query, maximum);
+    float value = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) {
+      value += meeting.output[warp][query][dimension] * exp2_fast(meeting.maximum[warp][query] - maximum);
+    }
+    value /= sum;
+    if (item.splits == 1) {
+      result[i] = narrow(value);
+    } else {
+      partials.output[(place + query) * HEAD_DIM + dimension] = value;
+      if (dimension == 0) partials.weight[place + query] = Pair{maximum, sum};
+    }
+  }
+}
+
+// Merges the partials of a row's items, one warp a query; lanes hold neighbouring dimensions.
+__device__ inline void merge_items(const Partials& partials, u64 first, u64 stride, int splits, u16* result) {
+  constexpr int EACH = HEAD_DIM / 32;
+  const int lane = threadIdx.x % 32;
+  for (int query = threadIdx.x / 32; query < GROUP; query += WARPS) {
+    float maximum = MINUS_INFINITY;
+    for (int split = lane; split < splits; split += 32) {
+      maximum = fmaxf(maximum, partials.weight[first + split * stride + query].a);
+    }
+    maximum = max_lanes<1, 16>(maximum);
+    float total = 0.0f, output[EACH] = {};
+#pragma unroll 4
+    for (int split = 0; split < splits; ++split) {
+      const u64 place = first + split * stride + query;
+      const Pair weight = partials.weight[place];
+      const float share = weight.b * exp2_fast(weight.a - maximum);
+      total += share;
+#pragma unroll
+      for (int i = 0; i < EACH; ++i) output[i] += share * partials.output[place * HEAD_DIM + EACH * lane + i];
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) result[query * HEAD_DIM + EACH * lane + i] = narrow(output[i] / total);
+  }
+}
+
+// grid: (rows + spare, kv_heads).
+//   q: bf16, row r's heads at q + r * q_stride; out: bf16 [rows, kv_heads * GROUP, HEAD_DIM]
+//   kv: bf16 [pages, 2, PAGE, kv_heads, HEAD_DIM]; page_table: int32 [slots, table_width]
+//   arrivals: u32 [rows, kv_heads], zero before the first launch and after each
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+    decode_attention(const u16* q, const u16* kv, const int* slots, const int* positions, const int* page_table,
+                     const Item* items, const int* count, u16* out, float* partial_output, Pair* partial_weight,
+                     u32* arrivals, int q_stride, int table_width, float scale) {
+  __shared__ Meeting meeting;
+  wait_for_previous();
+  allow_next();
+  if (static_cast<int>(blockIdx.x) >= *count) return;
+  const Item item = items[blockIdx.x];
+  const int kv_heads = gridDim.y, kv_head = blockIdx.y;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int group = lane / 4, part = lane % 4;
+  const int* const table = page_table + static_cast<u64>(slots[item.row]) * table_width + item.first_page;
+  const int length = positions[item.row] + 1 - item.first_page * PAGE;  // of the context, from the item's first page on
+  const u64 stride = static_cast<u64>(kv_heads) * HEAD_DIM;             // from token to token
+  const u16* const head = kv + kv_head * HEAD_DIM;
+
+  Running running;
+  Page page;
+  const u16* next = nullptr;
+  if (warp < item.pages) {
+    next = head + table[warp] * (2 * PAGE * stride);
+    request_keys(page, next, stride, group, part);
+    request_values(page, next, stride, group, part);
+  }
+  Query query;
+  const u16* const queries = q + static_cast<u64>(item.row) * q_stride + (kv_head * GROUP + group) * HEAD_DIM;
+#pragma unroll
+  for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+    query.rows[chunk] = group < GROUP ? load_words(queries + 32 * chunk + 8 * part) : Words{{0, 0, 0, 0}};
+  }
+  int following = warp + WARPS < item.pages ? table[warp + WARPS] : 0;
+  for (int index = warp; index < item.pages; index += WARPS) {
+    const int tokens = length - index * PAGE;
+    const bool more = index + WARPS < item.pages;
+    float s[4];
+    score(query, page, scale, part, tokens, s);
+    next = head + following * (2 * PAGE * stride);
+    if (index + 2 * WARPS < item.pages) following = table[index + 2 * WARPS];
+    if (more) request_keys(page, next, stride, group, part);
+    weigh(running, s, part);
+    if (tokens < PAGE) blank(page, part, tokens);
+    accumulate(running, page, s);
+    if (more) request_values(page, next, stride, group, part);
+  }
+  leave(meeting, running, warp, group, part);
+  __syncthreads();
+
+  const u64 stride_of_items = static_cast<u64>(kv_heads) * GROUP;
+  const u64 place = (static_cast<u64>(blockIdx.x) * kv_heads + kv_head) * GROUP;
+  u16* const result = out + (static_cast<u64>(item.row) * kv_heads + kv_head) * GROUP * HEAD_DIM;
+  const Partials partials{partial_output, partial_weight};
+  merge_warps(meeting, item, partials, place, result);
+  if (item.splits == 1) return;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    meeting.is_last = atomicInc(arrivals + item.row * kv_heads + kv_head, item.splits - 1) == item.splits - 1u;
+    __threadfence();
+  }
+  __syncthreads();
+  if (meeting.is_last) merge_items(partials, place - item.split * stride_of_items, stride_of_items, item.splits, result);
+}

@@ -1,0 +1,126 @@
+"""The small kernels of a decoder layer: add + RMSNorm, silu * up, and QK norm + rotary embedding + KV write.
+
+Owns their launches; norm.cu, gate.cu and rope.cu say what they do. For any number of rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from engine_core.ops.cuda.kernel import Kernel, Kernels, address, require
+
+THREADS = 256
+HEAD_DIMS = (64, 128)
+
+
+class AddRmsNorm:
+    """residual += x, y = RMSNorm(residual) * weight."""
+
+    def __init__(self, width: int, epsilon: float, kernels: Kernels) -> None:
+        if width % 8:
+            raise ValueError(f"the hidden size is {width}; it must be a multiple of 8")
+        self._width = width
+        self._epsilon = ctypes.c_float(epsilon)
+        self._launch = kernels.load(Kernel("norm.cu", "add_rms_norm", (("WIDTH", width),)))
+
+    def __call__(self, x: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
+        """bf16 [rows, width] each, weight [width]; x None adds nothing; y may be x. `residual` is updated in place."""
+        rows = residual.shape[0]
+        for tensor, what in ((residual, "residual"), (y, "y"), *(() if x is None else ((x, "x"),))):
+            require(tensor, torch.bfloat16, (rows, self._width), what)
+        require(weight, torch.bfloat16, (self._width,), "weight")
+        arguments = [address(x), address(residual), address(weight), address(y), self._epsilon]
+        self._launch((rows, 1, 1), THREADS, arguments)
+
+
+class SiluMul:
+    """y = silu(gate) * up for rows of gate and up side by side."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._launch = kernels.load(Kernel("gate.cu", "silu_mul"))
+
+    def __call__(self, gate_up: torch.Tensor, y: torch.Tensor) -> None:
+        """gate_up: bf16 [rows, 2 width]; y: bf16 [rows, width], width a multiple of 8."""
+        rows, width = y.shape
+        if width % 8:
+            raise ValueError(f"the width is {width}; it must be a multiple of 8")
+        require(gate_up, torch.bfloat16, (rows, 2 * width), "gate_up")
+        require(y, torch.bfloat16, (rows, width), "y")
+        blocks = (width // 8 + THREADS - 1) // THREADS
+        self._launch((blocks, rows, 1), THREADS, [address(gate_up), address(y), ctypes.c_int32(width)])
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The shape of attention; `head_dim` 64 or 128, a page `page_size` tokens."""
+
+    query: int
+    kv: int
+    head_dim: int
+    page_size: int = 16
+
+    @property
+    def total(self) -> int:
+        """Heads of a fused qkv row."""
+        return self.query + 2 * self.kv
+
+
+def rope_table(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """What RopeAndStore reads, float32 [positions, head_dim], from cos and sin [positions, head_dim / 2]."""
+    return torch.cat((cos.float(), sin.float()), dim=-1).contiguous()
+
+
+class RopeAndStore:
+    """Queries normed and rotated in place, keys likewise and values into their pages."""
+
+    def __init__(self, heads: Heads, epsilon: float, kernels: Kernels, *, qk_norm: bool) -> None:
+        if heads.head_dim not in HEAD_DIMS:
+            raise ValueError(f"head_dim is {heads.head_dim}; served are {HEAD_DIMS}")
+        self._heads = heads
+        self._qk_norm = qk_norm
+        self._epsilon = ctypes.c_float(epsilon)
+        parameters = (("HEAD_DIM", heads.head_dim), ("QK_NORM", int(qk_norm)))
+        self._launch = kernels.load(Kernel("rope.cu", "rope_and_store", parameters))
+
+    def __call__(
+        self,
+        qkv: torch.Tensor,
+        norms: tuple[torch.Tensor, torch.Tensor] | None,
+        rope: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        page_table: torch.Tensor,
+        kv: torch.Tensor,
+    ) -> None:
+        """One layer's tokens. A token whose slot is -1 is left alone and writes nothing.
+
+        qkv: bf16 [tokens, query + 2 kv heads, head_dim]; norms: the queries' and the keys' weights, bf16 [head_dim];
+        rope: `rope_table`; positions, slots: int32 [tokens]; page_table: int32 [slots, width]; kv: bf16
+        [pages, 2, page_size, kv heads, head_dim].
+        """
+        heads, tokens = self._heads, qkv.shape[0]
+        require(qkv, torch.bfloat16, (tokens, heads.total, heads.head_dim), "qkv")
+        require(rope, torch.float32, (None, heads.head_dim), "rope")
+        require(positions, torch.int32, (tokens,), "positions")
+        require(slots, torch.int32, (tokens,), "slots")
+        require(page_table, torch.int32, (None, None), "page_table")
+        require(kv, torch.bfloat16, (None, 2, heads.page_size, heads.kv, heads.head_dim), "kv")
+        if (norms is not None) != self._qk_norm:
+            raise ValueError("norm weights go with a model that norms queries and keys")
+        q_norm, k_norm = norms or (None, None)
+        warps = THREADS // 32
+        self._launch(
+            ((heads.total + warps - 1) // warps, tokens, 1),
+            THREADS,
+            [
+                *(address(tensor) for tensor in (qkv, q_norm, k_norm, rope, positions, slots, page_table, kv)),
+                ctypes.c_int32(heads.query),
+                ctypes.c_int32(heads.kv),
+                ctypes.c_int32(heads.page_size),
+                ctypes.c_int32(page_table.shape[1]),
+                self._epsilon,
+            ],
+        )
