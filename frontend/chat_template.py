@@ -14,16 +14,18 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import jinja2
+import jinja2.exceptions
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
+import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from frontend.config import ConfigError
@@ -191,6 +193,36 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
 
+class _Dict:
+    """`dict(…)` in templates, without the type object itself."""
+
+    def __call__(self, *pairs: Any, **items: Any) -> dict[Any, Any]:
+        return dict(*pairs, **items)
+
+    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
+        return dict.fromkeys(keys, value)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """`namespace(…)` in templates, without names that mean something to Python."""
+
+    def __init__(*args: Any, **items: Any) -> None:
+        self, *pairs = args  # so that `self` may be an item
+        attributes = dict(*pairs, **items)
+        for name in attributes:
+            _refuse_private(name)
+        jinja2.utils.Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_private(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_private(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"{name!r} can't be set on a namespace: it begins with an underscore")
+
+
 class _GenerationTag(jinja2.ext.Extension):
     """`{% generation %} … {% endgeneration %}` marks the assistant's words for training; here it is transparent."""
 
@@ -212,7 +244,9 @@ def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson
-    environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
+    environment.globals.update(
+        raise_exception=raise_exception, strftime_now=strftime_now, dict=_Dict(), namespace=_Namespace
+    )
     return environment
 
 

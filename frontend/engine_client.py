@@ -313,7 +313,8 @@ class EngineClient:
         self.state = state
         for listener in self._listeners:
             try:
-                await asyncio.wait_for(listener(state), LISTENER_TIMEOUT_S)
+                async with asyncio.timeout(LISTENER_TIMEOUT_S):  # wait_for may swallow a cancellation
+                    await listener(state)
             except Exception:
                 logger.exception("a listener of the engine state %s failed", state.value)
 

@@ -241,11 +241,13 @@ class Session:
             return False
         stream = sequence.stream
         reason = END_REASONS.get(finish.reason)
-        del self._sequences[finish.number]
         if reason is None:
+            error = _failure(finish)  # raises for an unknown reason: the sequence must still be open then
+            self._close(sequence)
             self.abort(stream)
-            stream.fail(_failure(finish))
+            stream.fail(error)
             return True
+        self._close(sequence)
         stream.accepted = True
         sequence.finished = Finished(
             reason, finish.stop_token_id if finish.HasField("stop_token_id") else None, finish.output_tokens

@@ -190,9 +190,10 @@ def prompt_rows(stretch: pb.PromptLogprobs) -> list[RawLogprob]:
     top = stretch.top
     if len(ranks) != len(logprobs) or not len(ids) == len(values) == top * len(logprobs):
         raise ProtocolViolation("the columns of prompt_logprobs differ in length")
+    alternatives = list(zip(ids, values, strict=True))
     return [
-        RawLogprob(logprob, rank, tuple(zip(ids[at : at + top], values[at : at + top], strict=True)))
-        for at, logprob, rank in zip(range(0, top * len(logprobs) or 1, top or 1), logprobs, ranks, strict=False)
+        RawLogprob(logprob, rank, tuple(alternatives[row * top : (row + 1) * top]))
+        for row, (logprob, rank) in enumerate(zip(logprobs, ranks, strict=True))
     ]
 
 
