@@ -94,12 +94,15 @@ class Script:
         self.next_steps: list[Sequence[Step]] = []
         """Of the next requests, one each; then `steps` again."""
         self.refusal: ApiError | None = None
+        self.surprise: Exception | None = None
         self.prompt_logprobs: list[TokenLogprob] | None = None
         self.cached_tokens = 3
         self.gated_acceptance = False
         self.answers: list[ScriptedAnswer] = []
 
     def start(self, request: TextRequest) -> ScriptedAnswer:
+        if self.surprise is not None:
+            raise self.surprise
         self.answers.append(ScriptedAnswer(request, self))
         return self.answers[-1]
 

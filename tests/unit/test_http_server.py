@@ -14,8 +14,8 @@ import pytest_asyncio
 
 from frontend.engine_client import ClientState
 from frontend.http_server import Exchange, HttpServer
-from frontend.request import ApiError, Code, TextRequest
-from tests.unit.scripted_answers import HANG_GUARD_S, MAX_BODY, ScriptedAnswer, Site, gated, until, words
+from frontend.request import ApiError, Code
+from tests.unit.scripted_answers import HANG_GUARD_S, MAX_BODY, Site, gated, until, words
 
 CANARY = "the-canary-sang-at-dawn"
 
@@ -113,11 +113,7 @@ async def test_body_of_the_largest_size(client: httpx.AsyncClient) -> None:
 async def test_unexpected_error(client: httpx.AsyncClient, site: Site, caplog: pytest.LogCaptureFixture) -> None:
     """Red if an error that nobody foresaw shows its text, to the client or in the log, or kills the server."""
 
-    def broken(request: TextRequest) -> ScriptedAnswer:
-        raise ValueError(CANARY)
-
-    working, site.script.start = site.script.start, broken  # type: ignore[method-assign]
-    site.served._start = broken
+    site.script.surprise = ValueError(CANARY)
     with caplog.at_level(logging.DEBUG):
         response = await client.post("/v1/completions", json={"prompt": CANARY})
     assert response.status_code == 500
@@ -125,7 +121,7 @@ async def test_unexpected_error(client: httpx.AsyncClient, site: Site, caplog: p
     assert CANARY not in response.text
     assert CANARY not in caplog.text
     assert "scripted" not in response.text
-    site.served._start = working
+    site.script.surprise = None
     assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
 
 

@@ -1,0 +1,106 @@
+"""What a frontend counts and how it says so."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+from greenlane.engine.v1 import engine_pb2 as pb
+from prometheus_client.parser import text_string_to_metric_families
+
+from frontend.metrics import Histogram, Metrics
+from frontend.request import ApiError, Code, Delta, TextRequest
+from tests.unit.scripted_answers import Site, words
+
+
+def samples(text: bytes) -> dict[str, float]:
+    """Values by name, or by name and labels where there are any."""
+    return {
+        sample.name + "".join(f" {value}" for value in sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text.decode())
+        for sample in family.samples
+    }
+
+
+def test_histogram_buckets() -> None:
+    """Red if a value on a bound lands above it, or buckets aren't cumulative."""
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 9.0):
+        histogram.observe(value)
+    found = {s.labels.get("le", s.name): s.value for s in histogram.family("h", "help").samples}
+    assert found == {"1.0": 2.0, "2.0": 3.0, "+Inf": 4.0, "h_count": 4.0, "h_sum": 12.0}
+
+
+def test_every_engine_figure_is_shown() -> None:
+    """Red if a gauge or counter of GetStats has no metric, or one is shown under another's name."""
+    stats = pb.GetStatsResponse(uptime_s=2.5)
+    expected: dict[str, float] = {}
+    groups: list[tuple[Any, str]] = [(stats.gauges, ""), (stats.counters, "_total")]
+    for group, suffix in groups:
+        for number, field in enumerate(group.DESCRIPTOR.fields, 1):
+            setattr(group, field.name, 100 * len(suffix) + number)
+            expected[f"greenlane_engine_{field.name}{suffix}"] = 100 * len(suffix) + number
+    found = samples(Metrics().render(stats))
+    assert {name: found.get(name) for name in expected} == expected
+    assert (found["greenlane_engine_up"], found["greenlane_engine_uptime_seconds"]) == (1.0, 2.5)
+
+
+def test_no_engine_no_figures() -> None:
+    """Red if an engine core that doesn't answer is shown with old figures."""
+    metrics = Metrics()
+    metrics.render(pb.GetStatsResponse(uptime_s=2.5))
+    found = samples(metrics.render(None))
+    assert found["greenlane_engine_up"] == 0.0
+    assert not any(name.startswith("greenlane_engine_") for name in found if name != "greenlane_engine_up")
+
+
+async def test_latencies_and_tokens() -> None:
+    """Red if a request's times are taken from another moment, or tokens are counted twice."""
+    site = Site()
+    site.script.steps = [[Delta(0, "", [])], *words("a", "b"), [Delta(0, "", [], finish_reason="length")]]
+    async with site.served.start(TextRequest([1, 2])) as request:
+        await request.accepted()
+        async for _ in request:
+            site.time += 0.03
+    found = samples(site.metrics.render(None))
+    assert found["greenlane_time_to_first_token_seconds_sum"] == 0.03
+    assert found["greenlane_inter_token_latency_seconds_count"] == 1.0
+    assert found["greenlane_inter_token_latency_seconds_sum"] == 0.03
+    assert found["greenlane_request_duration_seconds_sum"] == 0.12
+    assert found["greenlane_frontend_output_tokens_total"] == 2.0
+    assert found["greenlane_frontend_prompt_tokens_total"] == 2.0
+    assert found["greenlane_frontend_cached_tokens_total"] == 3.0
+
+
+async def test_one_outcome_a_request() -> None:
+    """Red if a request isn't counted, is counted twice, or under another outcome; or stays open."""
+    site = Site()
+    failure = ApiError(Code.INTERNAL, "failed")
+    site.script.next_steps = [words("a", finish="stop"), words("a", finish="length"), words("a", "b"), [failure]]
+    for stop_after in (9, 9, 1, 9):
+        request = site.served.start(TextRequest([1]))
+        assert site.metrics.open_requests == 1
+        with contextlib.suppress(ApiError):
+            async for _ in request:
+                stop_after -= 1
+                if not stop_after:
+                    break
+        await request.aclose()
+        await request.aclose()
+    site.script.refusal = failure
+    with pytest.raises(ApiError, match="failed"):
+        async with site.served.start(TextRequest([1])) as request:
+            await request.accepted()
+    assert site.metrics.open_requests == 0
+    assert site.metrics._outcomes == {"stop": 1, "length": 1, "cancelled": 1, "failed": 1, "rejected": 1}
+
+
+async def test_idle_means_none_open() -> None:
+    """Red if draining ends before the last request has, or never."""
+    site = Site()
+    first, second = site.served.start(TextRequest([1])), site.served.start(TextRequest([1]))
+    await first.aclose()
+    assert not site.served._idle.is_set()
+    await second.aclose()
+    await site.served.idle()
