@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,9 +18,9 @@ from greenlane.engine.v1 import engine_pb2, engine_pb2_grpc
 from greenlane.text.v1 import text_pb2, text_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from scripts.serving import TINY, start
+
 ROOT = Path(__file__).resolve().parents[2]
-TINY = ROOT / "tests" / "fixtures" / "tiny-qwen3-austen"
-GREENLANE = [sys.executable, "-P", "-c", "from frontend.cli import main; main()"]
 SMALL = ["--device=cpu", "--threads=1", "--kv-cache-memory=64MiB", "--max-num-seqs=64"]
 GUARD_S = 120.0
 """Hang guard of every wait; no test's verdict depends on it."""
@@ -31,40 +28,14 @@ CHANNEL_OPTIONS = [("grpc.enable_http_proxy", 0)]
 
 
 class Server:
-    """One supervised server. Addresses are those of its first frontend."""
+    """One supervised server. Addresses are those of its first frontend. Raises ServeError when it doesn't start."""
 
     def __init__(self, log: Path, *flags: str, model: Path = TINY) -> None:
         self.log = log
-        read_fd, write_fd = os.pipe()
-        with log.open("ab") as out:
-            self.process = subprocess.Popen(
-                [
-                    *GREENLANE,
-                    "serve",
-                    f"--model={model}",
-                    "--served-model-name=tiny",
-                    "--port=0",
-                    "--grpc-port=0",
-                    *SMALL,
-                    *flags,
-                    f"--ready-fd={write_fd}",
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                pass_fds=(write_fd,),
-                start_new_session=True,
-            )
-        os.close(write_fd)
-        with os.fdopen(read_fd) as pipe:
-            line = pipe.readline()
-        if not line:
-            self.process.wait(GUARD_S)
-            raise AssertionError(f"the server didn't start:\n{self.logged()}")
-        self.ready: dict[str, Any] = json.loads(line)
-        self.http: str = self.ready["http"][0]
-        self.grpc: str = self.ready["grpc"][0]
-        self.engine: str = self.ready["engine"]
+        serving = start(model, log, ["--served-model-name=tiny", *SMALL, *flags])
+        self.process = serving.process
+        self.ready = serving.ready
+        self.http, self.grpc, self.engine = serving.http, serving.grpc, serving.engine
 
     def logged(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")

@@ -12,7 +12,8 @@ from typing import Any
 import openai
 import pytest
 
-from tests.e2e.harness import GREENLANE, GUARD_S, ROOT, Server, until
+from scripts.serving import GREENLANE
+from tests.e2e.harness import GUARD_S, ROOT, Server, until
 
 pytestmark = pytest.mark.e2e
 
