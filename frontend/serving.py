@@ -49,7 +49,9 @@ class Answer(Protocol):
     """A request under way in the engine core (`generate.Generation`)."""
 
     prompt_logprobs: list[TokenLogprob] | None
-    usage: Usage
+
+    @property
+    def usage(self) -> Usage: ...
 
     async def accepted(self) -> None:
         """Raises ApiError when the request is refused."""
