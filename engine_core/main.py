@@ -34,10 +34,12 @@ from engine_core.executor.sockets import claim, private_folder
 from engine_core.executor.zmq import ZmqExecutor
 from engine_core.health import Health
 from engine_core.host import EngineHost, Publish
+from engine_core.ledger import Ledger
 from engine_core.log import configure, event
 from engine_core.model_config import ModelConfig
 from engine_core.progress import Progress
 from engine_core.request import MAX_LOGPROBS, ModelLimits, Output
+from engine_core.scheduler import Scheduler
 from engine_core.service import DRAIN_CAP_S, ENGINE_SERVICE, EngineService, State, bind, bind_unix, build_server
 from engine_core.session import MAX_MESSAGE_BYTES, MAX_UNACKED_BYTES
 
@@ -222,6 +224,25 @@ def worker_config(config: EngineConfig, folder: Path) -> WorkerConfig:
         gpu_wait_timeout=config.gpu_wait_timeout,
         crash_dir=config.crash_dir,
     )
+
+
+def build_engine(
+    config: EngineConfig, model: ModelConfig, ready: Ready, executor: ZmqExecutor, publish: Publish
+) -> Engine:
+    """The engine over a worker that is ready, with the sizes that it could keep to."""
+    scheduler = Scheduler(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        page_size=config.page_size,
+        total_pages=ready.total_pages,
+        max_model_len=ready.max_model_len,
+        max_queue=config.max_queue,
+        eos_token_ids=model.eos_token_ids,
+        async_depth=config.async_depth,
+        prefix_caching=config.enable_prefix_caching,
+        overlap=config.decode_overlap != "off",
+    )
+    return Engine(scheduler, Ledger(), executor, publish)
 
 
 def model_limits(config: EngineConfig, model: ModelConfig, ready: Ready) -> ModelLimits:
