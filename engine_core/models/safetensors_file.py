@@ -47,7 +47,7 @@ class StoredTensor:
         file.seek(self.offset)
         width = self.dtype.itemsize
         step = len(scratch) // width
-        raw = scratch.numpy()
+        raw = scratch.numpy().data
         for start in range(0, len(out), step):
             count = min(step, len(out) - start)
             block = raw[: count * width]
