@@ -53,7 +53,7 @@ class FakeCompute:
         self._page_size = page_size
         self._vocab = vocab_size
         self._kv = np.zeros((total_pages, page_size), np.uint64)
-        self._weights = _mix(np.arange(1, max_model_len + 1, dtype=np.uint64)) | np.uint64(1)
+        self.weights = _mix(np.arange(1, max_model_len + 1, dtype=np.uint64)) | np.uint64(1)
         self._last_token = np.zeros(max_num_seqs, np.int32)
         self._logprobs = np.full(max_num_seqs, -1, np.int32)
         self._hidden: dict[tuple[Lane, int], npt.NDArray[np.uint64]] = {}
@@ -98,14 +98,14 @@ class FakeCompute:
         before = positions - 1
         values = self._kv[table[rows, before // self._page_size], before % self._page_size]
         values = np.where(positions > 0, values, np.uint64(0))
-        values = values + (tokens.astype(np.uint64) + np.uint64(1)) * self._weights[positions]
+        values = values + (tokens.astype(np.uint64) + np.uint64(1)) * self.weights[positions]
         self._kv[table[rows, positions // self._page_size], positions % self._page_size] = values
         return values
 
     def _step_chunk(self, start: int, pages: Int32, tokens: Int32) -> np.uint64:
         before = self._kv[pages[(start - 1) // self._page_size], (start - 1) % self._page_size] if start else 0
         positions = np.arange(start, start + len(tokens))
-        values = (tokens.astype(np.uint64) + np.uint64(1)) * self._weights[positions]
+        values = (tokens.astype(np.uint64) + np.uint64(1)) * self.weights[positions]
         values = np.cumsum(values, dtype=np.uint64) + np.uint64(before)
         self._kv[pages[positions // self._page_size], positions % self._page_size] = values
         return np.uint64(values[-1])
