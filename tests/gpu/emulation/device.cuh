@@ -1,7 +1,7 @@
 // The functions of engine_core/ops/cuda/device.cuh in plain C++, so that g++ compiles the kernels for the CPU.
 //
 // Each thread of a block is a fiber; warp instructions and barriers switch between them. Blocks run one after another,
-// which is enough: no kernel waits for another block. Shared memory and local memory start poisoned.
+// which is enough: no kernel waits for another block.
 #pragma once
 #include <ucontext.h>
 
@@ -176,10 +176,9 @@ T atomicAdd(T* place, T value) {
   *place += value;
   return old;
 }
-template <class T>
-T atomicMax(T* place, T value) {
-  const T old = *place;
-  *place = max(old, value);
+inline u32 atomicOr(u32* place, u32 value) {
+  const u32 old = *place;
+  *place |= value;
   return old;
 }
 inline u32 atomicInc(u32* place, u32 limit) {
