@@ -17,7 +17,9 @@ import uvicorn
 from greenlane.text.v1 import text_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from frontend.api_errors import HttpError, openai_body
 from frontend.config import ConfigError
 from frontend.health import HealthService
 from frontend.http_server import HttpServer
@@ -25,6 +27,7 @@ from frontend.text_service import SERVICE, TextService
 
 BACKLOG = 2048
 KEEP_ALIVE_S = 30
+MAX_HEAD_BYTES = 64 << 10
 STOP_S = 2
 """How long connections may take to close once nothing is served any more."""
 HEALTH_SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -55,6 +58,34 @@ def http_address(listener: socket.socket) -> str:
     return f"http://{_bracketed(host)}:{port}"
 
 
+class HttpProtocol(HttpToolsProtocol):
+    """uvicorn's connection, with a bound on what stands before the body and with malformed HTTP refused as JSON."""
+
+    _in_head = False
+    _head_bytes = 0
+    """Received since the request began, as long as its headers aren't complete; the piece it began in not counted."""
+
+    def data_received(self, data: bytes) -> None:
+        self._head_bytes += len(data)
+        super().data_received(data)
+        if self._in_head and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response(f"the request line and headers are larger than {MAX_HEAD_BYTES} bytes")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head, self._head_bytes = True, 0
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        body = openai_body(HttpError(400, msg))
+        head = "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        self.transport.close()
+
+
 class HttpListener(uvicorn.Server):
     """uvicorn on a bound socket. Signals belong to the process, not to one of its servers."""
 
@@ -62,7 +93,7 @@ class HttpListener(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=HttpProtocol,
                 loop="none",
                 ws="none",
                 lifespan="off",

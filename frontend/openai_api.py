@@ -29,8 +29,11 @@ from frontend.openai_types import (
     parse_tokenize,
 )
 from frontend.reasoning import ReasoningSplitter, opens_thinking
-from frontend.request import Delta, TextRequest
+from frontend.request import ApiError, Delta, TextRequest
 from frontend.serving import OpenRequest, Served
+
+CHAT_NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}
+"""What the engine core blames → what a chat calls it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +128,15 @@ class OpenAiApi:
         if self._served.thinks:
             splitters = [ReasoningSplitter(opens_thinking(text)) for _ in range(body.options.n)]
         head = self._head("chatcmpl-", "chat.completion.chunk" if body.options.stream else "chat.completion")
-        async with self._ask(head.id, body.options, [prompt]) as asked:
-            if body.options.stream:
-                await self._stream_chat(exchange, body, head, asked[0], splitters)
-            else:
-                await exchange.answer(await self._whole_chat(body, head, asked[0], splitters))
+        try:
+            async with self._ask(head.id, body.options, [prompt]) as asked:
+                if body.options.stream:
+                    await self._stream_chat(exchange, body, head, asked[0], splitters)
+                else:
+                    await exchange.answer(await self._whole_chat(body, head, asked[0], splitters))
+        except ApiError as error:
+            error.parameter = CHAT_NAMES.get(error.parameter or "", error.parameter)
+            raise
 
     async def _stream_chat(
         self,
@@ -232,14 +239,13 @@ class OpenAiApi:
 
     @contextlib.asynccontextmanager
     async def _ask(self, label: str, options: Options, prompts: Sequence[Prompt]) -> AsyncIterator[list[Asked]]:
-        """Every prompt accepted, or none: leaving the context, for whatever reason, ends all of them."""
+        """Every prompt accepted, or none; leaving the context, for whatever reason, ends all of them."""
         async with contextlib.AsyncExitStack() as stack:
             asked: list[Asked] = []
             for prompt in prompts:
                 request = self._served.start(_text_request(label, options, prompt))
                 asked.append(Asked(prompt, await stack.enter_async_context(request)))
-            for one in asked:
-                await one.request.accepted()
+            await _all([one.request.accepted() for one in asked])
             yield asked
 
 

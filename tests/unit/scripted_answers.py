@@ -53,6 +53,7 @@ class ScriptedAnswer:
         self.request = request
         self.prompt_logprobs: list[TokenLogprob] | None = script.prompt_logprobs
         self.usage = Usage(prompt_tokens=len(request.prompt_ids))
+        self.asked = False
         self.closed = 0
         self._script = script
         self._steps = script.next_steps.pop(0) if script.next_steps else script.steps
@@ -63,6 +64,7 @@ class ScriptedAnswer:
             self._released.release()
 
     async def accepted(self) -> None:
+        self.asked = True
         if self._script.gated_acceptance:
             await self._released.acquire()
         if self._script.refusal is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import AsyncIterator
@@ -123,6 +124,34 @@ async def test_unexpected_error(client: httpx.AsyncClient, site: Site, caplog: p
     assert "scripted" not in response.text
     site.script.surprise = None
     assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+
+
+@pytest.mark.parametrize("head", [b"nonsense\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET /\xff HTTP/1.1\r\n\r\n", b""])
+async def test_malformed_http(url: str, client: httpx.AsyncClient, head: bytes) -> None:
+    """Red if what is no HTTP, or a header without an end, gets anything but a shaped refusal, or takes memory."""
+    reader, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"))
+    if head:
+        writer.write(head)
+    else:
+        writer.write(b"GET / HTTP/1.1\r\nx: ")
+        with contextlib.suppress(ConnectionError):
+            for _ in range(64):
+                writer.write(b"y" * (1 << 16))
+                await writer.drain()
+    with contextlib.suppress(ConnectionError):
+        said = await reader.read()
+        assert said.startswith(b"HTTP/1.1 400 ")
+        assert json.loads(said.split(b"\r\n\r\n", 1)[1])["error"]["type"] == "invalid_request_error"
+    writer.close()
+    assert (await client.get("/health")).status_code == 200
+
+
+async def test_large_but_fair_headers(client: httpx.AsyncClient) -> None:
+    """Red if the bound on headers counts bodies, or the requests before on the same connection."""
+    for _ in range(3):
+        headers = {"x-large": "y" * 40_000}
+        body = {"prompt": "x", "user": "u" * 200_000}
+        assert (await client.post("/v1/completions", json=body, headers=headers)).status_code == 200
 
 
 # ------------------------------ streams and disconnects

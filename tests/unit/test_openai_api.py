@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
 
 from frontend.request import ApiError, Code, Delta, TokenLogprob, TopLogprob
-from tests.unit.scripted_answers import THINKING_TEMPLATE, Site, words
+from tests.unit.scripted_answers import THINKING_TEMPLATE, Site, until, words
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 LOGPROB = TokenLogprob(7, "He", -0.5, 1, (TopLogprob(7, "He", -0.5), TopLogprob(8, "It", -1.5)))
@@ -319,6 +320,27 @@ async def test_refused_by_the_engine(
             assert response.headers.get("retry-after") == retry
     assert all(answer.closed == 1 for answer in site.script.answers)
     assert (site.metrics.open_requests, len(site.script.answers)) == (0, 3)
+
+
+async def test_prompts_are_asked_together(site: Site) -> None:
+    """Red if a call's prompts wait for each other's acceptance: a round trip each."""
+    site.script.gated_acceptance = True
+    async with site.client() as client:
+        asking = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": ["x", "y", "z"]}))
+        await until(lambda: len(site.script.answers) == 3)
+        await until(lambda: all(answer.asked for answer in site.script.answers))
+        for answer in site.script.answers:
+            answer.release()
+        assert (await asking).status_code == 200
+
+
+async def test_chat_names_its_own_fields(site: Site) -> None:
+    """Red if a chat is told of a parameter that chats don't have."""
+    async with site.client() as client:
+        for blamed, named in (("prompt", "messages"), ("logprobs", "top_logprobs"), ("top_p", "top_p")):
+            site.script.refusal = ApiError(Code.INVALID_ARGUMENT, "no", blamed)
+            response = await client.post("/v1/chat/completions", json=CHAT)
+            assert response.json()["error"]["param"] == named
 
 
 async def test_failure_in_a_stream(site: Site) -> None:
