@@ -110,7 +110,7 @@ class OpenSequences:
         rows = self.residency.rows
         for sequence in sequences:
             if sequence.state is SequenceState.PARKED and rows.in_flight[sequence.slot] == 0:
-                rows.flush_ids(sequence, int(rows.known[sequence.slot]))
+                rows.flush_ids(sequence)
                 self._leave(sequence)
                 self.parked -= 1
                 sequence.move(SequenceState.WAITING)

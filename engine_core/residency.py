@@ -55,7 +55,7 @@ class Residency:
         parent: CachedPage | None = None
         for page in range(self._reusable_pages(sequence)):
             ids = sequence.page_ids(page, self.page_size)
-            parent = self.prefix.find(parent, sequence.request.salt, sequence.link(page, self.page_size), ids)
+            parent = self.prefix.find(parent, sequence.request.salt, sequence.link(page, ids), ids)
             if parent is None:
                 break
             found.append(parent)
@@ -116,8 +116,9 @@ class Residency:
             return
         table = self.rows.pages[sequence.slot]
         for page in range(sequence.published, pages):
-            key, ids = sequence.link(page, self.page_size), sequence.page_ids(page, self.page_size)
-            entry = self.prefix.publish(sequence.chain, sequence.request.salt, key, ids, int(table[page]))
+            ids = sequence.page_ids(page, self.page_size)
+            key = sequence.link(page, ids)
+            entry = self.prefix.publish(sequence.chain, sequence.request.salt, key, ids, table.item(page))
             if entry is None:
                 sequence.chain_broken = True
                 return

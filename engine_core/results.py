@@ -7,6 +7,7 @@ that filled it is complete (OWNERSHIP rule O8). Plans nothing.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from engine_core.errors import StatusCode
 from engine_core.flight import BatchState, Chunk, Flight, InFlight, ResultMismatch
@@ -24,6 +25,8 @@ from engine_core.request import (
 from engine_core.rows import Slots
 from engine_core.sequence import Sequence, SequenceState
 from engine_core.step import Lane, PrefillResult, PromptLogprobBlock, StepResult
+
+CLOSED, PARKED, PREFILL = SequenceState.CLOSED, SequenceState.PARKED, SequenceState.PREFILL
 
 
 class Results:
@@ -72,7 +75,7 @@ class Results:
     def _fail(self, sequences: list[Sequence], cause: str, events: Events, *, quarantine: bool = False) -> None:
         error = FinishError(StatusCode.INTERNAL, cause)
         for sequence in sequences:
-            if sequence.state is not SequenceState.CLOSED:
+            if sequence.state is not CLOSED:
                 ended = self._sequences.close(sequence, FINISH_ERROR, error=error, quarantine=quarantine)
                 events.ended.append(ended)
 
@@ -98,8 +101,9 @@ class Results:
         positions = rows.append_ids(slots, tokens)
         rows.in_flight[slots] -= 1
         events.tokens.append(TokenColumns(rows.session[slots], rows.number[slots], tokens, logprobs))
-        for at in np.flatnonzero(positions % rows.page_size == 0).tolist():
-            self._fill_page(self._sequences.owner(int(slots[at])), int(positions[at]))
+        filled = positions % rows.page_size == 0
+        if filled.any():
+            self._fill_pages(slots[filled], positions[filled])
         stopped = rows.stops(slots, tokens, positions)
         for at in np.flatnonzero(stopped | (positions + 1 >= rows.limit[slots])).tolist():
             sequence = self._sequences.owner(int(slots[at]))
@@ -109,11 +113,15 @@ class Results:
                 ended = self._sequences.close(sequence, FINISH_LENGTH)
             events.ended.append(ended)
 
-    def _fill_page(self, sequence: Sequence, end: int) -> None:
-        """The page before position `end` is full, and computed: the token at `end` was drawn from it."""
-        self._rows.flush_ids(sequence, end)
-        if sequence.state is not SequenceState.PARKED:
-            self._residency.publish(sequence, end // self._rows.page_size)
+    def _fill_pages(self, slots: Slots, ends: npt.NDArray[np.int32]) -> None:
+        """The page before each position is full, and computed: the token at that position was drawn from it."""
+        width = 4 * self._rows.page_size
+        pages = self._rows.page_before(slots, ends)
+        for i, (slot, end) in enumerate(zip(slots.tolist(), ends.tolist(), strict=True)):
+            sequence = self._sequences.owner(slot)
+            sequence.output += pages[(i + 1) * width - 4 * (end - sequence.stored) : (i + 1) * width]
+            if sequence.state is not PARKED:
+                self._residency.publish(sequence, end // self._rows.page_size)
 
     # -------------------------- chunks
 
@@ -136,20 +144,20 @@ class Results:
         for block in prefill.prompt_logprobs:
             self._describe_prompt(chunks, block, events)
         for chunk in chunks:
-            if chunk.sequence.state is not SequenceState.CLOSED:
+            if chunk.sequence.state is not CLOSED:
                 self._complete_chunk(chunk)
         self._apply_first_tokens([chunk for chunk in chunks if chunk.last], prefill, events)
 
     def _complete_chunk(self, chunk: Chunk) -> None:
         """The chunk's KV is proven written: its full pages become visible (rule O8)."""
         sequence, page_size = chunk.sequence, self._rows.page_size
-        if sequence.state is not SequenceState.PARKED:
+        if sequence.state is not PARKED:
             self._residency.publish(sequence, chunk.end // page_size)
         if chunk.end // page_size >= (sequence.prompt_len - 1) // page_size:
             sequence.family.computed = True
         if not chunk.last:
             self._rows.in_flight[chunk.slot] -= 1
-        elif sequence.state is SequenceState.PREFILL:
+        elif sequence.state is PREFILL:
             self._sequences.decode(sequence)
 
     def _apply_first_tokens(self, lasts: list[Chunk], prefill: PrefillResult, events: Events) -> None:
@@ -157,7 +165,7 @@ class Results:
             return
         tokens = np.frombuffer(prefill.tokens, "<i4")
         logprobs = read_logprobs(prefill.logprobs)
-        kept = np.array([i for i, c in enumerate(lasts) if c.sequence.state is not SequenceState.CLOSED], np.int64)
+        kept = np.array([i for i, c in enumerate(lasts) if c.sequence.state is not CLOSED], np.int64)
         if kept.size < len(lasts):
             self.rows_discarded += len(lasts) - kept.size
             logprobs = select_logprobs(logprobs, kept, len(lasts))
@@ -170,7 +178,7 @@ class Results:
         sequence = next(chunk.sequence for chunk in chunks if chunk.slot == block.slot)
         count = len(block.logprobs) // 4
         known = sequence.described - block.start
-        if sequence.state is SequenceState.CLOSED or known >= count:
+        if sequence.state is CLOSED or known >= count:
             return
         stretch = PromptLogprobs(
             number=sequence.number,

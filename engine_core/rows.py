@@ -123,10 +123,15 @@ class RowTable:
         self.known[slots] = positions + 1
         return positions
 
-    def flush_ids(self, sequence: Sequence, end: int) -> None:
-        """Move the row's ids before position `end` to the sequence; they stand within one page."""
+    def page_before(self, slots: Slots, ends: npt.NDArray[np.int32]) -> bytes:
+        """The ids (int32 LE) of the page that ends before each position; ids that the sequence holds may be missing."""
+        halves = (ends // self.page_size - 1) % 2
+        return self._recent.reshape(len(self._recent), 2, self.page_size)[slots, halves].tobytes()
+
+    def flush_ids(self, sequence: Sequence) -> None:
+        """Move the row's newest ids, which stand within one page, to the sequence."""
         start = sequence.stored % (2 * self.page_size)
-        count = end - sequence.stored
+        count = int(self.known[sequence.slot]) - sequence.stored
         sequence.output += self._recent[sequence.slot, start : start + count].tobytes()
 
     def stops(self, slots: Slots, tokens: Ids, positions: npt.NDArray[np.int32]) -> Mask:

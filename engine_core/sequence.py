@@ -74,8 +74,8 @@ class Sequence:
     slot: int = -1
     output: bytearray = field(default_factory=bytearray)
     """int32 LE: generated ids, as far as they have left the slot's table."""
-    hashes: bytearray = field(default_factory=bytearray)
-    """Chain links of the full pages behind those in `request.hashes`."""
+    links: list[bytes] = field(default_factory=list)
+    """Prefix chain links of the full pages behind those in `request.hashes`."""
     published: int = 0
     """Pages known to the prefix cache, from the first on."""
     chain: CachedPage | None = None
@@ -131,20 +131,27 @@ class Sequence:
             return prompt[start:end]
         return prompt[start:] + self.output[max(0, start - len(prompt)) : end - len(prompt)]
 
-    def link(self, page: int, page_size: int) -> bytes:
-        """The prefix chain's link of full page `page`; those behind the prompt's are computed when first needed."""
-        given = len(self.request.hashes) // PREFIX_HASH_BYTES
-        while given + len(self.hashes) // PREFIX_HASH_BYTES <= page:
-            following = given + len(self.hashes) // PREFIX_HASH_BYTES
-            parent = self._known_link(following - 1) if following else prefix_root(self.request.salt)
-            self.hashes += prefix_next(parent, self.page_ids(following, page_size))
-        return self._known_link(page)
+    def link(self, page: int, ids: bytes) -> bytes:
+        """The prefix chain's link of full page `page`, whose ids these are; the link before it was asked for earlier.
 
-    def _known_link(self, page: int) -> bytes:
-        given, offset = self.request.hashes, PREFIX_HASH_BYTES * page
+        Those of the prompt came with the request, the others are computed when first needed.
+        """
+        known = self._known_link(page)
+        if known is None:
+            parent = self._known_link(page - 1) if page else prefix_root(self.request.salt)
+            if parent is None:
+                raise LookupError(f"sequence {self.serial}: link {page} was asked for before link {page - 1}")
+            known = prefix_next(parent, ids)
+            self.links.append(known)
+        return known
+
+    def _known_link(self, page: int) -> bytes | None:
+        given = self.request.hashes
+        offset = PREFIX_HASH_BYTES * page
         if offset < len(given):
             return given[offset : offset + PREFIX_HASH_BYTES]
-        return bytes(self.hashes[offset - len(given) : offset - len(given) + PREFIX_HASH_BYTES])
+        behind = page - len(given) // PREFIX_HASH_BYTES
+        return self.links[behind] if behind < len(self.links) else None
 
     def stop_ids(self, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
         """Ids that end the sequence; see `request.py` for their precedence."""

@@ -35,6 +35,10 @@ class PageState(enum.IntEnum):
     """In no table, proven untouched, kept for the prefix cache."""
 
 
+FREE, REFERENCED, RETIRING, CACHED = (int(state) for state in PageState)
+"""For the arrays: numpy compares plain ints faster."""
+
+
 class PageError(Exception):
     """A transition that the page's state doesn't allow."""
 
@@ -47,7 +51,7 @@ class PagePool:
         self._bordered_free = np.zeros(total + 2, np.bool_)
         self._bordered_free[1:-1] = True
         self._is_free = self._bordered_free[1:-1]
-        self._state = np.full(total, PageState.FREE, np.uint8)
+        self._state = np.full(total, FREE, np.uint8)
         self._counts = [total, 0, 0, 0]
         self._references = np.zeros(total, np.int32)
         self._fenced = np.zeros(total, np.int32)
@@ -61,19 +65,19 @@ class PagePool:
 
     @property
     def free(self) -> int:
-        return self._counts[PageState.FREE]
+        return self._counts[FREE]
 
     @property
     def cached(self) -> int:
-        return self._counts[PageState.CACHED]
+        return self._counts[CACHED]
 
     @property
     def referenced(self) -> int:
-        return self._counts[PageState.REFERENCED]
+        return self._counts[REFERENCED]
 
     @property
     def retiring(self) -> int:
-        return self._counts[PageState.RETIRING]
+        return self._counts[RETIRING]
 
     @property
     def available(self) -> int:
@@ -85,7 +89,7 @@ class PagePool:
 
     def count_cached(self, pages: Pages) -> int:
         """How many of these count as `cached`."""
-        return int(np.count_nonzero(self._state[pages] == PageState.CACHED))
+        return int(np.count_nonzero(self._state[pages] == CACHED))
 
     # -------------------------- out
 
@@ -147,7 +151,7 @@ class PagePool:
         return picked.astype(np.int32)
 
     def _reference_free(self, pages: Pages) -> None:
-        self._move(pages, PageState.FREE, PageState.REFERENCED)
+        self._move(pages, FREE, REFERENCED)
         self._references[pages] = 1
 
     def share(self, pages: Pages) -> None:
@@ -155,10 +159,10 @@ class PagePool:
         if not self._kept[pages].all():
             raise PageError("a page that the prefix cache doesn't know can't be shared")
         states = self._state[pages]
-        for page in pages[states == PageState.CACHED].tolist():
+        for page in pages[states == CACHED].tolist():
             del self._least_recent[page]
-        self._move(pages[states == PageState.CACHED], PageState.CACHED, PageState.REFERENCED)
-        self._move(pages[states == PageState.RETIRING], PageState.RETIRING, PageState.REFERENCED)
+        self._move(pages[states == CACHED], CACHED, REFERENCED)
+        self._move(pages[states == RETIRING], RETIRING, REFERENCED)
         self._references[pages] += 1
 
     # -------------------------- back
@@ -172,7 +176,7 @@ class PagePool:
             raise PageError("a page was given back that no sequence refers to")
         self._references[pages] -= 1
         self._fenced[pages] += 1
-        self._move(pages[self._references[pages] == 0], PageState.REFERENCED, PageState.RETIRING)
+        self._move(pages[self._references[pages] == 0], REFERENCED, RETIRING)
         for proven in self._retired.retire(pages, after):
             self._release(proven)
 
@@ -185,8 +189,8 @@ class PagePool:
         self._fenced[pages] -= 1
         done = pages[(self._fenced[pages] == 0) & (self._references[pages] == 0)]
         kept = self._kept[done]
-        self._move(done[~kept], PageState.RETIRING, PageState.FREE)
-        self._move(done[kept], PageState.RETIRING, PageState.CACHED)
+        self._move(done[~kept], RETIRING, FREE)
+        self._move(done[kept], RETIRING, CACHED)
         for page in done[kept][::-1].tolist():
             self._least_recent[page] = None
 
@@ -194,7 +198,7 @@ class PagePool:
 
     def keep(self, page: int) -> None:
         """The prefix cache knows this referenced page from now on."""
-        if self._state[page] != PageState.REFERENCED or self._kept[page]:
+        if self._state.item(page) != REFERENCED or self._kept[page]:
             raise PageError(f"page {page} can't be published: {self.state(page).name}, kept: {self._kept[page]}")
         self._kept[page] = True
 
@@ -203,21 +207,21 @@ class PagePool:
         if not self._kept[page]:
             raise PageError(f"page {page} isn't in the prefix cache")
         self._kept[page] = False
-        if self._state[page] == PageState.CACHED:
+        if self._state.item(page) == CACHED:
             del self._least_recent[page]
-            self._move(np.array([page], np.int32), PageState.CACHED, PageState.FREE)
+            self._move(np.array([page], np.int32), CACHED, FREE)
 
     def least_recent(self) -> int | None:
         """The cached page that was given back longest ago, or None."""
         return next(iter(self._least_recent), None)
 
-    def _move(self, pages: Pages, source: PageState, target: PageState) -> None:
+    def _move(self, pages: Pages, source: int, target: int) -> None:
         if pages.size == 0:
             return
         if not (self._state[pages] == source).all():
-            raise PageError(f"a page isn't {source.name.lower()} and can't become {target.name.lower()}")
+            raise PageError(f"a page isn't {PageState(source).name} and can't become {PageState(target).name}")
         self._state[pages] = target
         self._counts[source] -= pages.size
         self._counts[target] += pages.size
-        if source == PageState.FREE or target == PageState.FREE:
-            self._is_free[pages] = target == PageState.FREE
+        if source == FREE or target == FREE:
+            self._is_free[pages] = target == FREE

@@ -7,7 +7,7 @@ no fences: pages enter when the step that filled them is complete, and `PagePool
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from engine_core.cache.pages import PagePool
 
@@ -22,7 +22,8 @@ class CachedPage:
     """int32 LE."""
     parent: CachedPage | None
     salt: bytes | None
-    children: dict[int, CachedPage] = field(default_factory=dict)
+    children: dict[int, CachedPage] | None = None
+    """By page; None while there are none, as at the end of every chain."""
     listed: bool = True
     """False once dropped: nothing can hang below it any more."""
 
@@ -65,6 +66,8 @@ class PrefixCache:
         self._by_key[key] = entry
         self._by_page[page] = entry
         if parent is not None:
+            if parent.children is None:
+                parent.children = {}
             parent.children[page] = entry
         return entry
 
@@ -82,13 +85,13 @@ class PrefixCache:
 
     def _drop(self, entry: CachedPage) -> None:
         """Forget a page and all behind it, which could never be found again."""
-        if entry.parent is not None:
+        if entry.parent is not None and entry.parent.children is not None:
             entry.parent.children.pop(entry.page, None)
         doomed = [entry]
         while doomed:
             gone = doomed.pop()
             gone.listed = False
-            doomed.extend(gone.children.values())
-            gone.children = {}
+            doomed.extend((gone.children or {}).values())
+            gone.children = None
             del self._by_key[gone.key], self._by_page[gone.page]
             self._pool.forget(gone.page)

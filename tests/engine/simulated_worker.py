@@ -94,6 +94,7 @@ class Batch:
     step: int
     work: list[Work]
     executed: bool = False
+    error: str | None = None
 
 
 @dataclass
@@ -118,6 +119,9 @@ class SimulatedWorker:
         self.rows: list[Row | None] = [None] * max_num_seqs
         self.plans: list[StepPlan] = []
         self.fail_steps: dict[int, str] = {}
+        """Causes by step: its forward raises."""
+        self.fail_prefills: dict[int, str] = {}
+        """Causes by step: the batch that it launches on the prefill lane raises."""
         self.dead: str | None = None
         self._overlap = overlap
         self._pending: deque[Pending] = deque()
@@ -173,8 +177,12 @@ class SimulatedWorker:
         """Execute the batch on the prefill lane; its result travels with the next step that finishes."""
         if self._batch is None or self._batch.executed:
             return False
+        self._batch.error = self.fail_prefills.pop(self._batch.step, None)
         for work in self._batch.work:
-            self._compute(work)
+            if self._batch.error is None:
+                self._compute(work)
+            else:
+                self._spoil(work)
         self._batch.executed = True
         return True
 
@@ -189,10 +197,16 @@ class SimulatedWorker:
         self._pending.popleft()
         prefills = []
         if batch is not None and batch.executed and batch.step <= pending.step:
-            prefills.append(self._prefill_result(batch.step, batch.work))
+            prefills.append(
+                self._prefill_result(batch.step, batch.work)
+                if batch.error is None
+                else PrefillResult(batch.step, b"", error=batch.error)
+            )
             self._proven_prefill, self._batch = batch.step, None
         error = self.fail_steps.pop(pending.step, None)
         if error is not None:
+            for work in pending.decode + pending.chunks:
+                self._spoil(work)
             self._results.append(
                 StepResult(pending.step, b"", None, prefills, pending.step, self._proven_prefill, error)
             )
@@ -277,6 +291,12 @@ class SimulatedWorker:
             previous = self._read(row, position - 1) if position else 1
             self.kv[row.pages[position // self.page_size]][position % self.page_size] = digest(previous, token)
         row.computed = work.end
+
+    def _spoil(self, work: Work) -> None:
+        """A forward that raised: lengths have advanced, and what is in the pages is anybody's guess."""
+        for position in range(work.start, work.end):
+            self.kv[work.row.pages[position // self.page_size]][position % self.page_size] = -7
+        work.row.computed = work.end
 
     def _sample(self, row: Row) -> int:
         barred = tuple(_ints(row.sampling.suppress)) if row.output < row.sampling.min_tokens else ()
