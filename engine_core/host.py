@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 from engine_core.errors import ConfigError, EngineDead, describe_chain
 from engine_core.executor.base import Executor
 from engine_core.log import event
-from engine_core.request import Command, FlushCache, Output
+from engine_core.request import Command, Output
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +41,7 @@ class Engine(Protocol):
     def drain(self) -> None: ...
     def abort_all(self, cause: str) -> None: ...
     def fail_all(self, cause: str) -> None: ...
+    def flush_cache(self) -> int: ...
     def stats(self) -> Any: ...
 
     @property
@@ -176,12 +177,7 @@ class EngineHost:
         if engine is None or self._over:
             return 0
 
-        def flush() -> int:
-            before = engine.stats().pages_cached
-            engine.submit(FlushCache(), self._clock())
-            return int(before - engine.stats().pages_cached)
-
-        return await self._call(flush)
+        return await self._call(engine.flush_cache)
 
     async def drain(self, timeout_s: float) -> tuple[int, int]:
         """Stop admission, let open sequences finish for `timeout_s`, abort the rest; (finished, aborted)."""

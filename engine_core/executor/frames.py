@@ -99,6 +99,7 @@ class ZmqFrames:
     def close(self, linger_s: float = EXIT_GRACE_S) -> None:
         """Close the socket; frames already sent may go out for `linger_s` seconds more, while the context lives."""
         self._socket.disable_monitor()
+        self._monitor.close(0)
         self._socket.close(int(linger_s * 1000))
 
 

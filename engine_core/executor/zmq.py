@@ -82,6 +82,12 @@ class ZmqExecutor:
         self._clock = clock
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._frames = ZmqFrames(self._context, heartbeat_timeout_s=worker_timeout)
+        try:
+            self._frames.bind(path)
+        except ConfigError:
+            self._frames.close(0.0)
+            self._context.term()
+            raise
         self._frames.watch(wake_fd)
         self._channel = FrameChannel(self._frames)
         self._process: WorkerProcess | None = None
@@ -92,11 +98,6 @@ class ZmqExecutor:
         self._quiesce_token = 0
         self._quiesced_token = 0
         self._quiesce_since = 0.0
-        try:
-            self._frames.bind(path)
-        except ConfigError:
-            self._release(linger_s=0.0)
-            raise
 
     # -------------------------- start
 
@@ -252,6 +253,7 @@ class ZmqExecutor:
         if not self._context.closed:
             self._frames.close(linger_s)
             self._context.term()
+            self._path.unlink(missing_ok=True)
 
     # -------------------------- frames
 

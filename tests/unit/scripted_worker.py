@@ -1,0 +1,118 @@
+"""A worker process that speaks the frame protocol and then does what its scenario says; started by executor tests.
+
+`python -P scripted_worker.py SCENARIO ipc:///path CONTROL_FD`
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import msgspec
+
+from engine_core.executor.channel import (
+    Configure,
+    Farewell,
+    Frame,
+    FrameChannel,
+    Hello,
+    Loading,
+    Plan,
+    Quiesce,
+    Quiesced,
+    Ready,
+    Result,
+    Shutdown,
+)
+from engine_core.executor.zmq import PeerLost, ZmqFrames, connect_worker
+from engine_core.step import WIRE_VERSION, StepPlan, StepResult
+
+READY = Ready(total_pages=64, max_model_len=128, dtype="float32", device="scripted", load_s=0.0)
+
+
+def answer(plan: StepPlan) -> StepResult:
+    """One token for each decode row: the step's number."""
+    tokens = plan.step.to_bytes(4, "little") * (len(plan.decode_slots) // 4)
+    return StepResult(plan.step, tokens, None, [], plan.step, plan.step)
+
+
+class Script:
+    def __init__(self, scenario: str, address: str, control_fd: int) -> None:
+        self.scenario = scenario
+        self.control_fd = control_fd
+        self.frames: ZmqFrames = connect_worker(address)
+        self.channel = FrameChannel(self.frames)
+
+    def run(self) -> int:
+        if self.scenario == "silent":
+            signal.pause()
+        if self.scenario == "exit-3":
+            return 3
+        self.channel.send(Hello(rank=1 if self.scenario == "wrong-rank" else 0, pid=os.getpid()))
+        self.start()
+        while True:
+            self.frames.wait(None)
+            while (body := self.channel.receive()) is not None:
+                if isinstance(body, Shutdown):
+                    return 0
+                self.handle(body)
+
+    def start(self) -> None:
+        while not isinstance(self.channel.receive(), Configure):
+            self.frames.wait(None)
+        if self.scenario == "config-error":
+            self.channel.send(Farewell("model.safetensors is missing", config_error=True))
+            raise SystemExit(2)
+        if self.scenario == "load-error":
+            self.channel.send(Farewell("RuntimeError: out of memory"))
+            raise SystemExit(1)
+        self.channel.send(Loading("loading weights", 1, 2))
+        if self.scenario == "slow-start":
+            signal.pause()
+        self.channel.send(READY)
+
+    def handle(self, body: object) -> None:
+        if isinstance(body, Plan):
+            self.step(body.plan)
+        elif isinstance(body, Quiesce):
+            self.channel.send(Quiesced(body.token + 5 if self.scenario == "wrong-token" else body.token))
+
+    def step(self, plan: StepPlan) -> None:
+        result = answer(plan)
+        match self.scenario:
+            case "never-answer":
+                return
+            case "farewell-by-pipe":
+                os.write(self.control_fd, b"CUDA error: an illegal memory access was encountered")
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "farewell-by-frame":
+                self.channel.send(Farewell("step 1 raised: ValueError: bad"))
+                signal.pause()
+            case "never-answer-with-pipe":
+                if plan.step == 1:
+                    os.write(self.control_fd, b"the last kernel hangs")
+            case "twice":
+                self.channel.send(Result(result))
+                self.channel.send(Result(result))
+            case "gap" | "duplicate" | "version" | "garbage":
+                self.frames.send(self.bad_frame(Result(result)))
+            case "hello-again":
+                self.channel.send(Hello(0, os.getpid()))
+            case _:
+                self.channel.send(Result(result))
+
+    def bad_frame(self, body: Result) -> bytes:
+        """After Hello, Loading and Ready the next frame is number 4."""
+        if self.scenario == "garbage":
+            return b"\x93\x01\x04"
+        sequence = {"gap": 5, "duplicate": 3, "version": 4}[self.scenario]
+        version = WIRE_VERSION + (self.scenario == "version")
+        return msgspec.msgpack.encode(Frame(version, sequence, body))
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(Script(sys.argv[1], sys.argv[2], int(sys.argv[3])).run())
+    except PeerLost:
+        sys.exit(9)
