@@ -28,6 +28,7 @@ from frontend.text_service import SERVICE, TextService
 BACKLOG = 2048
 KEEP_ALIVE_S = 30
 MAX_HEAD_BYTES = 64 << 10
+MAX_UNWANTED_BYTES = 32 << 20
 STOP_S = 2
 """How long connections may take to close once nothing is served any more."""
 HEALTH_SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -59,9 +60,12 @@ def http_address(listener: socket.socket) -> str:
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """uvicorn's connection, with a bound on what stands before the body and with malformed HTTP refused as JSON."""
+    """uvicorn's connection, with bounds on what comes before a body and after its refusal, and refusals as JSON."""
 
     _in_head = False
+    _declared = False
+    _unwanted = 0
+    """Bytes of a body that came after its refusal."""
     _head_bytes = 0
     """Received since the request began, as long as its headers aren't complete; the piece it began in not counted."""
 
@@ -76,8 +80,17 @@ class HttpProtocol(HttpToolsProtocol):
         self._in_head, self._head_bytes = True, 0
 
     def on_headers_complete(self) -> None:
-        self._in_head = False
+        self._in_head, self._unwanted = False, 0
+        self._declared = any(name == b"content-length" for name, _ in self.headers)
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """A refused client may send its body to the end, to read the answer then, unless that has no end."""
+        super().on_body(body)
+        if self.cycle.response_complete and not self._declared:
+            self._unwanted += len(body)
+            if self._unwanted > MAX_UNWANTED_BYTES:
+                self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
         body = openai_body(HttpError(400, msg))

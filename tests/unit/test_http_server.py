@@ -86,20 +86,34 @@ async def test_malformed_bodies(client: httpx.AsyncClient, site: Site) -> None:
 @pytest.mark.parametrize("declared", [True, False])
 async def test_huge_body(client: httpx.AsyncClient, site: Site, declared: bool) -> None:
     """Red if a body of 100 MB is read into memory before it is refused, or the next request suffers."""
-    pieces = 0
+    size = (100 if declared else 20) << 20
 
     async def upload() -> AsyncIterator[bytes]:
-        nonlocal pieces
-        for _ in range(100):
-            pieces += 1
+        for _ in range(size >> 20):
             yield b" " * (1 << 20)
 
-    headers = {"content-length": str(100 << 20)} if declared else {}
+    headers = {"content-length": str(size)} if declared else {}
     response = await client.post("/v1/completions", content=upload(), headers=headers)
     assert response.status_code == 413
     assert str(MAX_BODY) in str(shaped(response)["message"])
     assert site.app._budget.held == 0
     assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+
+
+async def test_endless_body(url: str, client: httpx.AsyncClient) -> None:
+    """Red if a client may go on sending for ever what was refused long ago."""
+    _, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+    with pytest.raises(ConnectionError):
+        await send_for_ever(writer)
+    writer.close()
+    assert (await client.get("/health")).status_code == 200
+
+
+async def send_for_ever(writer: asyncio.StreamWriter) -> None:
+    while True:
+        writer.write(b"100000\r\n" + b" " * (1 << 20) + b"\r\n")
+        await writer.drain()
 
 
 async def test_body_of_the_largest_size(client: httpx.AsyncClient) -> None:
