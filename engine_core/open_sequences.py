@@ -95,8 +95,25 @@ class OpenSequences:
         self.prefilling.remove(sequence)
         self._move(sequence, SequenceState.DECODE)
 
+    def store_stretch(self, sequence: Sequence, end: int) -> None:
+        """The stretch of ids before position `end` is full, and computed: the token at `end` was drawn from it."""
+        ids = self.residency.rows.stretch_before(sequence.slot, end)
+        sequence.output += ids[len(ids) - 4 * (end - sequence.stored) :]
+        if sequence.state is not SequenceState.PARKED:
+            self.residency.publish(sequence, end // self.residency.page_size)
+
+    def _store_rest(self, sequence: Sequence) -> None:
+        """Take over all ids of a row that is about to give its pages back, and publish its full pages.
+
+        Once a token was drawn in this row, everything before the last token is computed in complete steps.
+        """
+        sequence.output += self.residency.rows.unstored(sequence)
+        if sequence.state is SequenceState.DECODE and sequence.stored > sequence.entered_with:
+            self.residency.publish(sequence, (sequence.stored - 1) // self.residency.page_size)
+
     def park(self, sequence: Sequence) -> None:
         """Preempt: pages go back at once (behind their fences), the row stays until its tokens in flight are in."""
+        self._store_rest(sequence)
         self.residency.give_back_pages(sequence)
         if sequence.state is SequenceState.PREFILL:
             self.prefilling.remove(sequence)
@@ -110,7 +127,7 @@ class OpenSequences:
         rows = self.residency.rows
         for sequence in sequences:
             if sequence.state is SequenceState.PARKED and rows.in_flight[sequence.slot] == 0:
-                rows.flush_ids(sequence)
+                self._store_rest(sequence)
                 self._leave(sequence)
                 self.parked -= 1
                 sequence.move(SequenceState.WAITING)
@@ -131,6 +148,8 @@ class OpenSequences:
         """End a sequence. What it holds retires behind its fences; with `quarantine` it's never used again."""
         ended = end_of(sequence, reason, self.known(sequence), stop_token_id, error)
         state = sequence.state
+        if state is SequenceState.DECODE and error is None:
+            self._store_rest(sequence)
         sequence.move(SequenceState.CLOSED)
         self._forget(sequence)
         if state is SequenceState.WAITING:

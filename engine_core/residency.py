@@ -84,6 +84,7 @@ class Residency:
         cached = len(hits) * self.page_size
         stop_ids = sequence.stop_ids(self._eos_token_ids)
         sequence.slot = self.rows.enter(sequence, stop_ids, pages, cached)
+        sequence.entered_with = sequence.stored
         sequence.published, sequence.chain, sequence.chain_broken = len(hits), hits[-1] if hits else None, False
         if self.prefix is not None:
             self.prefix_queries += self._reusable_pages(sequence)

@@ -7,7 +7,6 @@ that filled it is complete (OWNERSHIP rule O8). Plans nothing.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from engine_core.errors import StatusCode
 from engine_core.flight import BatchState, Chunk, Flight, InFlight, ResultMismatch
@@ -101,9 +100,8 @@ class Results:
         positions = rows.append_ids(slots, tokens)
         rows.in_flight[slots] -= 1
         events.tokens.append(TokenColumns(rows.session[slots], rows.number[slots], tokens, logprobs))
-        filled = positions % rows.page_size == 0
-        if filled.any():
-            self._fill_pages(slots[filled], positions[filled])
+        for at in np.flatnonzero(positions % rows.stretch == 0).tolist():
+            self._sequences.store_stretch(self._sequences.owner(int(slots[at])), int(positions[at]))
         stopped = rows.stops(slots, tokens, positions)
         for at in np.flatnonzero(stopped | (positions + 1 >= rows.limit[slots])).tolist():
             sequence = self._sequences.owner(int(slots[at]))
@@ -112,16 +110,6 @@ class Results:
             else:
                 ended = self._sequences.close(sequence, FINISH_LENGTH)
             events.ended.append(ended)
-
-    def _fill_pages(self, slots: Slots, ends: npt.NDArray[np.int32]) -> None:
-        """The page before each position is full, and computed: the token at that position was drawn from it."""
-        width = 4 * self._rows.page_size
-        pages = self._rows.page_before(slots, ends)
-        for i, (slot, end) in enumerate(zip(slots.tolist(), ends.tolist(), strict=True)):
-            sequence = self._sequences.owner(slot)
-            sequence.output += pages[(i + 1) * width - 4 * (end - sequence.stored) : (i + 1) * width]
-            if sequence.state is not PARKED:
-                self._residency.publish(sequence, end // self._rows.page_size)
 
     # -------------------------- chunks
 

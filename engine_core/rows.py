@@ -20,6 +20,8 @@ Slots = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 EMPTY = int(SequenceState.WAITING)
+STRETCH_PAGES = 4
+"""Pages whose ids a row gathers before the sequence takes them over and publishes them: visits cost more than pages."""
 
 
 class RowTable:
@@ -27,6 +29,8 @@ class RowTable:
 
     def __init__(self, slots: int, page_size: int, max_pages: int) -> None:
         self.page_size = page_size
+        self.stretch = STRETCH_PAGES * page_size
+        """Tokens between two takeovers of a row's ids, at multiples of this."""
         self.phase = np.full(slots, EMPTY, np.uint8)
         """The SequenceState of the row; EMPTY for a slot without one."""
         self.serial = np.zeros(slots, np.int64)
@@ -51,8 +55,8 @@ class RowTable:
         """Decode rows and chunks submitted and not applied."""
         self.fences = {lane: np.zeros(slots, np.int64) for lane in Lane}
         """The last step submitted with work of the row, by lane."""
-        self._recent = np.zeros((slots, 2 * page_size), np.int32)
-        """The newest ids, each at its position modulo the width: a full page is contiguous in one half."""
+        self._recent = np.zeros((slots, 2, self.stretch), np.int32)
+        """The newest ids, each at its position modulo two stretches."""
         self._stop_ids = np.full((slots, 1), -1, np.int32)
         self._free = list(range(slots - 1, -1, -1))
         self._retired: RetireQueue[int] = RetireQueue()
@@ -119,20 +123,22 @@ class RowTable:
     def append_ids(self, slots: Slots, tokens: Ids) -> npt.NDArray[np.int32]:
         """Take over one drawn token a row; returns the positions that they stand at."""
         positions = self.known[slots]
-        self._recent[slots, positions % (2 * self.page_size)] = tokens
+        stretches, offsets = np.divmod(positions, self.stretch)
+        self._recent[slots, stretches & 1, offsets] = tokens
         self.known[slots] = positions + 1
         return positions
 
-    def page_before(self, slots: Slots, ends: npt.NDArray[np.int32]) -> bytes:
-        """The ids (int32 LE) of the page that ends before each position; ids that the sequence holds may be missing."""
-        halves = (ends // self.page_size - 1) % 2
-        return self._recent.reshape(len(self._recent), 2, self.page_size)[slots, halves].tobytes()
+    def stretch_before(self, slot: int, end: int) -> bytes:
+        """The ids (int32 LE) of the stretch that ends before a position; those from before the row are missing."""
+        ids: bytes = self._recent[slot, end // self.stretch - 1 & 1].tobytes()
+        return ids
 
-    def flush_ids(self, sequence: Sequence) -> None:
-        """Move the row's newest ids, which stand within one page, to the sequence."""
-        start = sequence.stored % (2 * self.page_size)
-        count = int(self.known[sequence.slot]) - sequence.stored
-        sequence.output += self._recent[sequence.slot, start : start + count].tobytes()
+    def unstored(self, sequence: Sequence) -> bytes:
+        """The row's ids (int32 LE) that the sequence doesn't hold yet, at most a stretch since the last takeover."""
+        stretch, start = divmod(sequence.stored, self.stretch)
+        count = self.known.item(sequence.slot) - sequence.stored
+        ids: bytes = self._recent[sequence.slot, stretch & 1, start : start + count].tobytes()
+        return ids
 
     def stops(self, slots: Slots, tokens: Ids, positions: npt.NDArray[np.int32]) -> Mask:
         """Which of the tokens end their row by an eos or stop id."""

@@ -72,6 +72,8 @@ class Sequence:
     family: Family
     state: SequenceState = SequenceState.WAITING
     slot: int = -1
+    entered_with: int = 0
+    """Ids known when it last got a row."""
     output: bytearray = field(default_factory=bytearray)
     """int32 LE: generated ids, as far as they have left the slot's table."""
     links: list[bytes] = field(default_factory=list)

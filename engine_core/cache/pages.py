@@ -39,6 +39,11 @@ FREE, REFERENCED, RETIRING, CACHED = (int(state) for state in PageState)
 """For the arrays: numpy compares plain ints faster."""
 
 
+ROOM_TO_GROW = 32
+"""Pages left free behind a sequence, as long as there are any, so that it can go on where it is."""
+RUNS_TRIED = 8
+
+
 class PageError(Exception):
     """A transition that the page's state doesn't allow."""
 
@@ -48,9 +53,10 @@ class PagePool:
 
     def __init__(self, total: int) -> None:
         self.total = total
-        self._bordered_free = np.zeros(total + 2, np.bool_)
-        self._bordered_free[1:-1] = True
-        self._is_free = self._bordered_free[1:-1]
+        self._is_free = np.ones(total + 1, np.bool_)
+        self._is_free[total] = False
+        self._cursor = 0
+        """Where the search for the next run begins."""
         self._state = np.full(total, FREE, np.uint8)
         self._counts = [total, 0, 0, 0]
         self._references = np.zeros(total, np.int32)
@@ -96,17 +102,13 @@ class PagePool:
     def allocate(self, count: int, behind: int = -1) -> Pages:
         """Reference `count` free pages for one sequence, whose last page so far is `behind` (-1: none).
 
-        Contiguous where that can be had: right behind the last page, else within the longest free run. A run is
-        entered in its middle, so that the sequence before it keeps room to grow, too. Raises PageError when fewer
-        pages are free: evict first.
+        Contiguous where that can be had cheaply: right behind the last page, else in one run with room to grow. Raises
+        PageError when fewer pages are free: evict first.
         """
         if count > self.free:
             raise PageError(f"{count} pages were asked for; {self.free} are free")
-        following = self._is_free[behind + 1 : behind + 1 + count]
-        if behind >= 0 and following.size == count and following.all():
-            pages = np.arange(behind + 1, behind + 1 + count, dtype=np.int32)
-        else:
-            pages = self._from_runs(count)
+        start = behind + 1 if behind >= 0 and self._run(behind + 1, count) == count else self._find_run(count)
+        pages = np.arange(start, start + count, dtype=np.int32) if start >= 0 else self._gather(count)
         self._reference_free(pages)
         return pages
 
@@ -115,40 +117,47 @@ class PagePool:
         if last.size > self.free:
             raise PageError(f"{last.size} pages were asked for; {self.free} are free")
         pages = last + 1
-        placed = self._bordered_free[1:][pages]
+        placed = self._is_free[pages]
+        if placed.all():
+            self._reference_free(pages)
+            return pages
         self._reference_free(pages[placed])
-        if not placed.all():
-            pages[~placed] = scattered = self._scatter(int(np.count_nonzero(~placed)))
-            self._reference_free(scattered)
+        for at in np.flatnonzero(~placed).tolist():
+            pages[at] = page = self._find_free(self._cursor)
+            self._cursor = page + ROOM_TO_GROW
+            self._reference_free(pages[at : at + 1])
         return pages
 
-    def _free_runs(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Starts and lengths of the maximal runs of free pages, longest first."""
-        border = self._bordered_free
-        edges = np.flatnonzero(border[1:] != border[:-1])
-        starts, lengths = edges[::2], edges[1::2] - edges[::2]
-        order = np.argsort(-lengths, kind="stable")
-        return starts[order], lengths[order]
+    def _find_free(self, start: int) -> int:
+        """The first free page from `start` on, or from 0 on; there is one."""
+        for origin in (min(start, self.total), 0):
+            page = origin + int(self._is_free[origin:].argmax())
+            if self._is_free[page]:
+                return page
+        raise PageError("no page is free")
 
-    def _from_runs(self, count: int) -> Pages:
-        if count == 0:
-            return np.empty(0, np.int32)
-        starts, lengths = self._free_runs()
-        if lengths[0] >= count:
-            start = int(starts[0] + (int(lengths[0]) - count) // 2 * (starts[0] > 0))
-            return np.arange(start, start + count, dtype=np.int32)
-        runs = int(np.searchsorted(np.cumsum(lengths), count)) + 1
-        whole = [np.arange(s, s + n) for s, n in zip(starts[:runs].tolist(), lengths[:runs].tolist(), strict=True)]
-        return np.concatenate(whole)[:count].astype(np.int32)
+    def _run(self, start: int, most: int) -> int:
+        """How many pages are free in a row from `start` on, up to `most`."""
+        used = ~self._is_free[start : start + most]
+        return int(used.argmax()) if used.any() else used.size
 
-    def _scatter(self, count: int) -> Pages:
-        """Free pages for `count` sequences that each start a new run, with room behind as far as there is any."""
-        starts, lengths = self._free_runs()
-        picked = (starts + lengths // 2 * (starts > 0))[:count]
-        if picked.size < count:
-            rest = np.setdiff1d(np.flatnonzero(self._is_free), picked, assume_unique=True)
-            picked = np.concatenate((picked, rest[: count - picked.size]))
-        return picked.astype(np.int32)
+    def _find_run(self, count: int) -> int:
+        """Start of `count` free pages in a row, among the next few runs from the cursor on; -1: none of them is it."""
+        start = self._cursor
+        for _ in range(RUNS_TRIED if count else 0):
+            start = self._find_free(start)
+            length = self._run(start, count)
+            if length == count:
+                self._cursor = start + count + ROOM_TO_GROW
+                return start
+            start += length
+        return -1
+
+    def _gather(self, count: int) -> Pages:
+        """Any `count` free pages, from the cursor on."""
+        free = np.flatnonzero(self._is_free)
+        first = int(np.searchsorted(free, self._cursor))
+        return np.roll(free, -first)[:count].astype(np.int32)
 
     def _reference_free(self, pages: Pages) -> None:
         self._move(pages, FREE, REFERENCED)

@@ -7,14 +7,16 @@ no fences: pages enter when the step that filled them is complete, and `PagePool
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from engine_core.cache.pages import PagePool
 
 
-@dataclass(slots=True, eq=False)
-class CachedPage:
-    """A full page's place in the tree of prefixes."""
+class CachedPage(msgspec.Struct, gc=False, eq=False):
+    """A full page's place in the tree of prefixes.
+
+    There are as many as pages, and the garbage collector needn't look at them: `PrefixCache` cuts a dropped one loose.
+    """
 
     key: bytes
     page: int
@@ -22,14 +24,43 @@ class CachedPage:
     """int32 LE."""
     parent: CachedPage | None
     salt: bytes | None
-    children: dict[int, CachedPage] | None = None
-    """By page; None while there are none, as at the end of every chain."""
     listed: bool = True
     """False once dropped: nothing can hang below it any more."""
+    child: CachedPage | None = None
+    """The newest page behind this one; the others follow as its siblings."""
+    older: CachedPage | None = None
+    newer: CachedPage | None = None
 
     def holds(self, parent: CachedPage | None, salt: bytes | None, ids: bytes) -> bool:
         """Whether this is exactly the page with `ids` behind `parent` (None: the salt's root)."""
         return self.parent is parent and self.ids == ids and self.salt == salt
+
+    def hang(self) -> None:
+        """Become the newest child of the parent."""
+        if self.parent is not None:
+            self.older = self.parent.child
+            if self.older is not None:
+                self.older.newer = self
+            self.parent.child = self
+
+    def cut(self) -> list[CachedPage]:
+        """Leave the tree; returns the children, to be cut as well. Nothing refers to a dropped page's neighbours.
+
+        So a long chain is freed page by page, not by one deep recursion.
+        """
+        if self.newer is not None:
+            self.newer.older = self.older
+        elif self.parent is not None and self.parent.child is self:
+            self.parent.child = self.older
+        if self.older is not None:
+            self.older.newer = self.newer
+        children: list[CachedPage] = []
+        child, self.child = self.child, None
+        while child is not None:
+            children.append(child)
+            child = child.older
+        self.listed, self.parent, self.older, self.newer = False, None, None, None
+        return children
 
 
 class PrefixCache:
@@ -65,10 +96,7 @@ class PrefixCache:
         self._pool.keep(page)
         self._by_key[key] = entry
         self._by_page[page] = entry
-        if parent is not None:
-            if parent.children is None:
-                parent.children = {}
-            parent.children[page] = entry
+        entry.hang()
         return entry
 
     def evict(self, count: int) -> None:
@@ -85,13 +113,9 @@ class PrefixCache:
 
     def _drop(self, entry: CachedPage) -> None:
         """Forget a page and all behind it, which could never be found again."""
-        if entry.parent is not None and entry.parent.children is not None:
-            entry.parent.children.pop(entry.page, None)
         doomed = [entry]
         while doomed:
             gone = doomed.pop()
-            gone.listed = False
-            doomed.extend((gone.children or {}).values())
-            gone.children = None
+            doomed += gone.cut()
             del self._by_key[gone.key], self._by_page[gone.page]
             self._pool.forget(gone.page)
