@@ -1,0 +1,104 @@
+"""Socket paths: what is cleared away, what is refused, and where private folders are."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from engine_core.errors import ConfigError
+from engine_core.executor.sockets import check_private, claim, private_folder
+from engine_core.executor.zmq import ZmqExecutor
+
+
+@contextmanager
+def listener(path: Path) -> Iterator[None]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+        server.bind(str(path))
+        server.listen(1)
+        yield
+
+
+def test_a_dead_process_leaves_no_obstacle(tmp_path: Path) -> None:
+    """Red when a leftover socket makes every later bind fail (case 11)."""
+    path = tmp_path / "s"
+    with listener(path):
+        pass
+    assert path.exists()
+    claim(path)
+    assert not path.exists()
+    claim(path)
+
+
+def test_a_live_listener_is_left_alone(tmp_path: Path) -> None:
+    """Red when a second process unlinks the socket of one that serves: clients would reach the wrong one."""
+    path = tmp_path / "s"
+    with listener(path), pytest.raises(ConfigError, match="another process listens"):
+        claim(path)
+    assert path.exists()
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "link"])
+def test_what_is_no_socket_is_never_removed(tmp_path: Path, kind: str) -> None:
+    """Red when a wrong path costs somebody's file (libzmq and gRPC would unlink it)."""
+    path, target = tmp_path / "s", tmp_path / "target"
+    target.write_text("precious")
+    if kind == "file":
+        path.write_text("precious")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(target)
+    with pytest.raises(ConfigError, match="is no socket"):
+        claim(path)
+    assert path.exists()
+    assert target.read_text() == "precious"
+
+
+def test_paths_that_no_socket_can_have_are_named(tmp_path: Path) -> None:
+    """Red when a long path or a missing folder ends in an unreadable error of the transport."""
+    with pytest.raises(ConfigError, match="longer than 107 bytes"):
+        claim(tmp_path / ("x" * 120))
+    with pytest.raises(ConfigError, match="doesn't exist"):
+        claim(tmp_path / "missing" / "s")
+
+
+def test_private_folders_are_closed_to_others_and_go_away(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Red when local sockets lie where other users may connect, or folders are left behind."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with private_folder() as folder:
+        assert folder.parent == tmp_path
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        (folder / "file").write_text("x")
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o750, 0o707])
+def test_an_open_folder_is_refused_for_worker_sockets(tmp_path: Path, mode: int) -> None:
+    """Red when --worker-address may lie where another user could pose as the worker."""
+    tmp_path.chmod(mode)
+    with pytest.raises(ConfigError, match="chmod 700"):
+        check_private(tmp_path)
+    wake_fd = os.eventfd(0)
+    with pytest.raises(ConfigError, match="chmod 700"):
+        ZmqExecutor(
+            tmp_path / "s", command=None, wake_fd=wake_fd, gpu_wait_timeout=1, worker_timeout=1, start_timeout=1
+        )
+    os.close(wake_fd)
+
+
+def test_a_link_or_a_missing_folder_is_not_private(tmp_path: Path) -> None:
+    """Red when a link is followed to a folder that passes the check and is changed later."""
+    folder, link = tmp_path / "folder", tmp_path / "link"
+    folder.mkdir(mode=0o700)
+    link.symlink_to(folder)
+    check_private(folder)
+    with pytest.raises(ConfigError, match="mode 0700"):
+        check_private(link)
+    with pytest.raises(ConfigError, match="can't be used"):
+        check_private(tmp_path / "missing")
