@@ -92,12 +92,16 @@ class SimExecutor:
     def __init__(self, channel: FrameChannel) -> None:
         self._channel = channel
         self.death: str | None = None
+        self.lane_steps: set[int] = set()
+        """Steps that launched a prefill on its own lane."""
         self.tamper: Any = None
         """Changes results on the way in, for lost and mismatched ones."""
 
     def submit(self, plan: StepPlan) -> None:
         if self.death is not None:
             raise EngineDead(f"worker 0 aborted: {self.death}")
+        if plan.prefill_lane:
+            self.lane_steps.add(plan.step)
         self._channel.send(Plan(plan))
 
     def collect(self) -> list[StepResult]:
@@ -189,7 +193,33 @@ class Sim:
             async_depth=depth,
             now=lambda: self.now,
         )
+        self._observe()
         return Worker(channel, self.runner, Unbounded(), self._abort, wait_timeout=100.0)
+
+    def _observe(self) -> None:
+        """Note every error that leaves the worker, and every release of memory, while a lane's work is unproven."""
+        self.errors_unproven: list[str] = []
+        self.freed_unproven: list[str] = []
+        collect, close = self.runner.collect, self.compute.close
+
+        def observed_collect() -> list[StepResult]:
+            results = collect()
+            for result in results:
+                if result.error is not None and self.lanes.proven(Lane.PRIMARY) < result.step:
+                    self.errors_unproven.append(result.error)
+                for prefill in result.prefills:
+                    lane = Lane.PREFILL if prefill.step in self.executor.lane_steps else Lane.PRIMARY
+                    if prefill.error is not None and self.lanes.proven(lane) < prefill.step:
+                        self.errors_unproven.append(prefill.error)
+            return results
+
+        def observed_close() -> None:
+            if any(stream.queue for stream in self.streams.values()):
+                self.freed_unproven.append("close")
+            close()
+
+        self.runner.collect = observed_collect  # type: ignore[method-assign]
+        self.compute.close = observed_close  # type: ignore[method-assign]
 
     def _abort(self, what: str, error: BaseException | None = None) -> Any:
         if self.abort_cause is None:
@@ -217,7 +247,9 @@ class Sim:
         priority: int = 0,
         stop_token_ids: tuple[int, ...] = (),
     ) -> None:
-        """Submit a request that ends by length alone, unless it has stop ids."""
+        """Submit a request that ends by length alone, unless it has stop ids. A dead engine takes none."""
+        if self.engine_dead is not None:
+            return
         ids = np.array(prompt, np.int32)
         raw = RawSampling(max_tokens=max_tokens, ignore_eos=True, stop_token_ids=stop_token_ids)
         self.prompts[number] = prompt
@@ -259,6 +291,16 @@ class Sim:
     def run_stream(self, lane: Lane, count: int) -> None:
         if lane in self.streams:
             self.table.run(self.streams[lane], count)
+
+    def shut_down(self) -> None:
+        """What the core does at its end: a last word for everybody, then the worker leaves."""
+        self.engine_dead = "shut down"
+        self.engine.fail_all("shut down")
+        try:
+            self.runner.close()
+        except Aborted:
+            self.executor.death = self.abort_cause
+        self.dead = True
 
     def settle(self, limit: int = 600) -> None:
         """Turn until everything has its last word or the engine is dead."""
