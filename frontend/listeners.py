@@ -120,11 +120,19 @@ class HttpListener(uvicorn.Server):
             )
         )
         self._listener = listener
+        self._stopping = asyncio.Event()
         self._running: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def main_loop(self) -> None:
+        """Wake up once a second, for the Date header, where uvicorn does ten times: an idle server should sleep."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self._stopping.wait()
 
     def start(self) -> asyncio.Task[None]:
         """Serve from now on; the task ends when the server has stopped."""
@@ -134,6 +142,7 @@ class HttpListener(uvicorn.Server):
     async def stop(self) -> None:
         """Close the listener and the connections, at once where nothing is being answered."""
         self.should_exit = True
+        self._stopping.set()
         if self._running is not None:
             await asyncio.wait((self._running,))
 

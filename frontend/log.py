@@ -12,7 +12,6 @@ import time
 
 from frontend.api_errors import where
 
-LEVELS = ("debug", "info", "warning", "error")
 NOISY = ("uvicorn", "asyncio", "grpc", "httpcore", "urllib3", "filelock")
 """Libraries whose informative records tell nothing about this server."""
 
