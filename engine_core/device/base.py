@@ -49,6 +49,8 @@ class Batch:
     sample_positions: Int32
     """[S] index in prompt + output of the token drawn."""
     prompt_logprobs: list[PromptRows] = field(default_factory=list)
+    beside_prefill: bool = False
+    """A prefill is in flight on its own lane: decode keeps to its partition (rule L2)."""
 
 
 @dataclass(frozen=True, slots=True)

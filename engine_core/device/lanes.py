@@ -60,6 +60,10 @@ class Lanes:
         """Every step up to this one is proven complete on the lane."""
         return self._proven[lane]
 
+    def launched(self, lane: Lane) -> int:
+        """The newest step with work enqueued on the lane."""
+        return self._launched[lane]
+
     def launching(self, lane: Lane, sequence: int) -> None:
         """Work of this step is about to be enqueued on the lane: from now on the lane counts as having work."""
         self._launched[lane] = sequence

@@ -77,7 +77,6 @@ class Runner:
         self._steps: deque[StepFlight] = deque()
         self._prefill: PrefillFlight | None = None
         self._prefills = 0
-        self._last_primary: Completion | None = None
         self._expected = 1
 
     # ------------------------------------------------------------------ launch
@@ -115,6 +114,7 @@ class Runner:
     def _launch_primary(self, flight: StepFlight) -> None:
         """Enqueue the step's own rows and record its completion; the guard is armed throughout (rules O1, O4, O5)."""
         flight.owned.to(Ownership.LAUNCHING)
+        flight.batch.beside_prefill = self._prefill is not None
         try:
             with self._guard.armed(flight.owned):
                 self._lanes.launching(Lane.PRIMARY, flight.step)
@@ -127,13 +127,6 @@ class Runner:
                 flight.owned.to(Ownership.WORKER_OWNED)
         except WorkFailed as failure:
             flight.error = str(failure)
-        self._retain(flight.completion)
-
-    def _retain(self, completion: Completion | None) -> None:
-        """Keep the newest primary completion: the prefill lane orders itself behind it."""
-        old, self._last_primary = self._last_primary, completion
-        if old is not None and all(old is not flight.completion for flight in self._steps):
-            self._lanes.discard(old)
 
     # ----------------------------------------------------------------- prefill lane
 
@@ -152,15 +145,23 @@ class Runner:
         flight.owned.to(Ownership.LAUNCHING)
         try:
             with self._guard.armed(flight.owned):
-                if self._last_primary is not None:
-                    self._lanes.order_after(Lane.PREFILL, self._last_primary)
                 self._lanes.launching(Lane.PREFILL, step)
+                self._order_behind_primary()
                 self._compute.forward(batch, flight.ring)
                 flight.owned.to(Ownership.LAUNCHED)
                 flight.completion = self._lanes.complete(Lane.PREFILL, step)
                 flight.owned.to(Ownership.WORKER_OWNED)
         except WorkFailed as failure:
             flight.error = str(failure)
+
+    def _order_behind_primary(self) -> None:
+        """The prefill lane starts behind all that the primary lane was given so far (rule O1).
+
+        That covers prefix pages that it will read, and the tables of the rows that start now.
+        """
+        producers = self._lanes.complete(Lane.PRIMARY, self._lanes.launched(Lane.PRIMARY))
+        self._lanes.order_after(Lane.PREFILL, producers)
+        self._lanes.discard(producers)
 
     def _join_if_complete(self, flight: StepFlight) -> bool:
         """Take a prefill that is proven complete (or failed) into this step's result (rule O8).
@@ -222,7 +223,7 @@ class Runner:
             except WorkFailed as failure:
                 flight.error = str(failure)
         prefills = [self._prefill_result(prefill) for prefill in flight.joined]
-        if flight.completion is not None and flight.completion is not self._last_primary:
+        if flight.completion is not None:
             self._lanes.discard(flight.completion)
         self._drops.release(Lane.PRIMARY, self._lanes.proven(Lane.PRIMARY))
         flight.owned.to(Ownership.REPLIED)
