@@ -42,6 +42,14 @@ class Completion:
     """A completion thread blocks on the event: it may not be destroyed yet."""
 
 
+def record(driver: Driver, target: LaneStream, event: Any) -> None:
+    """Record an event for the stream launched into, through its own context where it has one (rule E2)."""
+    if target.green_ctx is not None:
+        driver.call("green_ctx_record_event", target.green_ctx, event)
+    else:
+        driver.call("event_record", event, target.stream)
+
+
 class Lanes:
     """The lanes of one device: submit order, completion events, synchronization."""
 
@@ -79,7 +87,7 @@ class Lanes:
         except DriverError as error:
             raise EventSetupError(f"the completion event of step {sequence} can't be created: {error}") from error
         try:
-            self._record(lane, event)
+            record(self._driver, self._streams[lane], event)
         except DriverError as error:
             text = f"the completion event of step {sequence} can't be recorded: {error}"
             try:
@@ -88,14 +96,6 @@ class Lanes:
                 text += f"; then {second}"
             raise EventSetupError(text) from error
         return Completion(lane, sequence, event)
-
-    def _record(self, lane: Lane, event: Any) -> None:
-        """Record for the stream launched into, through its own context (rule E2)."""
-        target = self._streams[lane]
-        if target.green_ctx is not None:
-            self._driver.call("green_ctx_record_event", target.green_ctx, event)
-        else:
-            self._driver.call("event_record", event, target.stream)
 
     def done(self, completion: Completion) -> bool:
         """Whether the completion is proven; anything but success or "not ready" aborts (rule E3)."""

@@ -102,14 +102,29 @@ def load_model(
 ) -> DenseModel:
     """The model in `folder` on `device`, every floating tensor cast to `dtype`.
 
+    Raises ConfigError for a checkpoint that isn't exactly what the configuration says.
+    """
+    parameters = load_parameters(folder, config, dtype=dtype, device=device, load_format=load_format, progress=progress)
+    return DenseModel(config, parameters, ops)
+
+
+def load_parameters(
+    folder: Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: str,
+    progress: Progress,
+) -> dict[str, Tensor]:
+    """The parameters of `parameter_shapes`, on `device`, cast to `dtype`.
+
     `load_format` is auto or safetensors (the folder's checkpoint), or dummy (random weights of the right shapes; no
-    checkpoint is looked for). Raises ConfigError for a checkpoint that isn't exactly what the configuration says.
+    checkpoint is looked for). Raises ConfigError.
     """
     if load_format == "dummy":
-        parameters = dummy_parameters(config, dtype, device, progress)
-    else:
-        parameters = _load(open_shards(folder), checkpoint_targets(config), config, dtype, device, progress)
-    return DenseModel(config, parameters, ops)
+        return dummy_parameters(config, dtype, device, progress)
+    return _load(open_shards(folder), checkpoint_targets(config), config, dtype, device, progress)
 
 
 # ------------------------------ checkpoints

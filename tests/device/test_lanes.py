@@ -76,7 +76,7 @@ def test_e1_event_flags() -> None:
 
 
 def test_e2_green_streams_record_through_their_context(rig: Rig) -> None:
-    """E2: red when `Lanes._record` uses event_record for a Green Context's stream (the fake refuses, as CUDA may)."""
+    """E2: red when `lanes.record` uses event_record for a Green Context's stream (the fake refuses, as CUDA may)."""
     rig.launch(Lane.PREFILL, 1)
     completion = rig.lanes.complete(Lane.PREFILL, 1)
     assert not rig.lanes.done(completion)

@@ -50,7 +50,6 @@ GRPC_HOMES = ("engine_core.service", "engine_core.health", "engine_core.main", "
 ZMQ_HOMES = ("engine_core.executor",)
 CUDA_HOMES = (
     "engine_core.device.cuda",
-    "engine_core.device.cuda_driver",
     "engine_core.device.green",
     "engine_core.device.driver",
     "engine_core.device.probe",

@@ -1,0 +1,50 @@
+"""CUDA graphs of a worker: what is captured, on which stream, and where its memory lives.
+
+Owns capture and the pools (rules L2, L3, S3): capture happens at start only, on the lane's stream, largest bucket first,
+so that smaller ones reuse its memory. A graph stays bound to the SMs and the priority of the stream it was captured on,
+wherever it is replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_cuda: Any = torch.cuda  # torch's annotations of streams and graphs are incomplete
+
+
+def buckets(largest: int, sizes: tuple[int, ...]) -> list[int]:
+    """The sizes below `largest`, and `largest` itself, ascending."""
+    return [size for size in sizes if size < largest] + [largest]
+
+
+DECODE_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+CHUNK_SIZES = (32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
+
+
+def bucket_of(available: list[int], count: int) -> int:
+    """The smallest bucket that holds `count`."""
+    return next(size for size in available if size >= count)
+
+
+class GraphPool:
+    """Graphs that share memory because they never run at the same time: one lane's."""
+
+    def __init__(self) -> None:
+        self._pool = _cuda.graph_pool_handle()
+
+    def capture(self, stream: Any, work: Callable[[], None]) -> Callable[[], None]:
+        """Run the work once eagerly on the stream (lazy modules, library workspaces), then capture it there.
+
+        Returns what replays it on torch's current stream. The caller owns synchronization before and after.
+        """
+        with _cuda.stream(stream):
+            work()
+        stream.synchronize()
+        graph = _cuda.CUDAGraph()
+        with _cuda.graph(graph, stream=stream, pool=self._pool, capture_error_mode="thread_local"):
+            work()
+        replay: Callable[[], None] = graph.replay
+        return replay

@@ -1,0 +1,177 @@
+"""The dense decoder on the GPU: which kernel computes what, for few rows, many rows and ragged chunks.
+
+Owns the order of launches over loaded parameters. Up to `linear.MAX_TOKENS` rows every layer is six fused launches;
+beyond, cuBLAS multiplies and the small kernels do the rest. Keeps no state between calls; allocates only temporaries,
+so that a captured call lives in its graph's pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine_core.model_config import ModelConfig
+from engine_core.ops.cuda.kernel import Kernels
+from engine_core.ops.cuda.layer import AddRmsNorm, EmbedLast, Heads, RopeAndStore, SiluMul
+from engine_core.ops.cuda.linear import MAX_TOKENS, Epilogue, LinearWeights, SkinnyLinear
+
+Attend = Callable[[Tensor, Tensor, Tensor], None]
+"""(qkv [rows, heads, D], the layer's KV pool, out [rows, query heads, D]): attention, KV already written."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Few:
+    """A layer's products for up to MAX_TOKENS rows, with what surrounds them."""
+
+    qkv: SkinnyLinear
+    out: SkinnyLinear
+    gate_up: SkinnyLinear
+    down: SkinnyLinear
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    norms: tuple[Tensor, Tensor] | None
+    out: Tensor
+    post_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+    few: _Few
+
+
+class CudaDecoder:
+    """bf16 parameters and KV on one device. Shapes: T tokens, H hidden, V vocabulary."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        parameters: Mapping[str, Tensor],
+        kernels: Kernels,
+        heads: Heads,
+        rope: Tensor,
+        page_table: Tensor,
+    ) -> None:
+        """`rope`: see layer.rope_table; `page_table`: int32 [slots, pages a sequence]."""
+        self._config = config
+        self._heads = heads
+        self._rope = rope
+        self._page_table = page_table
+        self.embedding = parameters["embedding"]
+        self._final_norm = parameters["final_norm"]
+        self._head = parameters["embedding" if config.tied else "head"]
+        self._layers = [self._layer(parameters, f"layers.{i}.", kernels) for i in range(config.num_layers)]
+        self._few_head = SkinnyLinear(
+            LinearWeights(self._head, norm=self._final_norm, epsilon=config.rms_norm_eps, wide=True), kernels
+        )
+        self._embed_last = EmbedLast(kernels)
+        self._add_norm = AddRmsNorm(config.hidden_size, config.rms_norm_eps, kernels)
+        self._silu_mul = SiluMul(kernels)
+        self._rope_and_store = RopeAndStore(heads, config.rms_norm_eps, kernels, qk_norm=config.qk_norm)
+
+    def _layer(self, parameters: Mapping[str, Tensor], prefix: str, kernels: Kernels) -> _Layer:
+        def given(name: str) -> Tensor:
+            return parameters[prefix + name]
+
+        epsilon = self._config.rms_norm_eps
+        bias = parameters.get(prefix + "qkv.bias")
+        few = _Few(
+            qkv=SkinnyLinear(
+                LinearWeights(given("qkv.weight"), norm=given("input_norm"), epsilon=epsilon, bias=bias), kernels
+            ),
+            out=SkinnyLinear(LinearWeights(given("out.weight"), Epilogue.ADD), kernels),
+            gate_up=SkinnyLinear(
+                LinearWeights(given("gate_up.weight"), Epilogue.GATED, given("post_norm"), epsilon), kernels
+            ),
+            down=SkinnyLinear(LinearWeights(given("down.weight"), Epilogue.ADD), kernels),
+        )
+        return _Layer(
+            input_norm=given("input_norm"),
+            qkv=given("qkv.weight"),
+            qkv_bias=bias,
+            norms=(given("q_norm"), given("k_norm")) if self._config.qk_norm else None,
+            out=given("out.weight"),
+            post_norm=given("post_norm"),
+            gate_up=given("gate_up.weight"),
+            down=given("down.weight"),
+            few=few,
+        )
+
+    def embed_last(self, last_token: Tensor, slots: Tensor, residual: Tensor) -> None:
+        """residual [rows, H] = the embedding of each slot's newest token; zero for slot -1."""
+        self._embed_last(self.embedding, last_token, slots, residual)
+
+    def layers(
+        self, residual: Tensor, slots: Tensor, positions: Tensor, kv: Tensor, attend: Attend, *, fused: bool
+    ) -> None:
+        """Run all layers over `residual` [T, H] in place; tokens of slot -1 write no KV.
+
+        slots, positions: int32 [T]; kv: [layers, pages, 2, page_size, kv heads, D]. `fused` allows the path for few
+        rows.
+        """
+        if fused and residual.shape[0] <= MAX_TOKENS:
+            for index, layer in enumerate(self._layers):
+                self._few_rows(layer, residual, slots, positions, kv[index], attend)
+            return
+        hidden = torch.empty_like(residual)
+        self._add_norm(None, residual, self._layers[0].input_norm, hidden)
+        following = [layer.input_norm for layer in self._layers[1:]] + [self._final_norm]
+        for index, (layer, norm) in enumerate(zip(self._layers, following, strict=True)):
+            self._many_rows(layer, norm, hidden, residual, slots, positions, kv[index], attend)
+
+    def _few_rows(
+        self, layer: _Layer, residual: Tensor, slots: Tensor, positions: Tensor, kv: Tensor, attend: Attend
+    ) -> None:
+        heads, rows = self._heads, residual.shape[0]
+        qkv = residual.new_empty(rows, heads.total * heads.head_dim)
+        layer.few.qkv(residual, qkv)
+        attended = self._attention(layer, qkv, slots, positions, kv, attend)
+        layer.few.out(attended, residual, residual)
+        gated = residual.new_empty(rows, self._config.intermediate_size)
+        layer.few.gate_up(residual, gated)
+        layer.few.down(gated, residual, residual)
+
+    def _many_rows(
+        self,
+        layer: _Layer,
+        norm: Tensor,
+        hidden: Tensor,
+        residual: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        kv: Tensor,
+        attend: Attend,
+    ) -> None:
+        """`hidden` holds the layer's normed input, and afterwards the next one's."""
+        qkv = functional.linear(hidden, layer.qkv, layer.qkv_bias)
+        attended = self._attention(layer, qkv, slots, positions, kv, attend)
+        self._add_norm(functional.linear(attended, layer.out), residual, layer.post_norm, hidden)
+        gated = residual.new_empty(residual.shape[0], self._config.intermediate_size)
+        self._silu_mul(functional.linear(hidden, layer.gate_up), gated)
+        self._add_norm(functional.linear(gated, layer.down), residual, norm, hidden)
+
+    def _attention(
+        self, layer: _Layer, qkv: Tensor, slots: Tensor, positions: Tensor, kv: Tensor, attend: Attend
+    ) -> Tensor:
+        heads, rows = self._heads, qkv.shape[0]
+        by_head = qkv.view(rows, heads.total, heads.head_dim)
+        self._rope_and_store(by_head, layer.norms, self._rope, positions, slots, self._page_table, kv)
+        out = qkv.new_empty(rows, heads.query, heads.head_dim)
+        attend(by_head, kv, out)
+        return out.view(rows, -1)
+
+    def logits(self, residual: Tensor) -> Tensor:
+        """Logits float32 [R, V] of rows [R, H] as `layers` leaves them; the rows may be changed."""
+        if residual.shape[0] <= MAX_TOKENS:
+            logits = torch.empty(residual.shape[0], self._head.shape[0], dtype=torch.float32, device=residual.device)
+            self._few_head(residual, logits)
+            return logits
+        hidden = torch.empty_like(residual)
+        self._add_norm(None, residual, self._final_norm, hidden)
+        return functional.linear(hidden, self._head).float()
