@@ -196,7 +196,7 @@ def test_a_setting_that_the_worker_refuses_is_a_config_error(rig: Rig) -> None:
     ],
 )
 def test_a_worker_that_dies_or_misbehaves_while_starting(rig: Rig, scenario: str, cause: str) -> None:
-    """Red when start-up waits for its time-out although the worker is gone, or loses the cause."""
+    """Red when the pidfd isn't watched (start-up would wait for its time-out), or the cause is lost."""
     with pytest.raises(EngineDead) as caught:
         rig.executor(scenario).start(CONFIG, lambda loading: None)
     assert cause in describe_chain(caught.value)
@@ -222,7 +222,7 @@ def test_start_up_can_be_called_off(rig: Rig) -> None:
 
 
 def test_a_killed_worker_is_noticed_at_once(rig: Rig) -> None:
-    """Red when the pidfd isn't watched: only a heartbeat or a step's bound would tell, seconds later."""
+    """Red when only a heartbeat or a step's bound would tell, seconds later, or the exit isn't in the cause."""
     executor = rig.started("good")
     worker = worker_of(executor)
     worker.kill()
