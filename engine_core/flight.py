@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine_core.errors import EngineDead
-from engine_core.rows import Slots
+from engine_core.rows import RowGroup
 from engine_core.step import LogprobBlock, PrefillResult, StepResult
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from engine_core.sequence import Sequence
 
 
@@ -68,10 +66,8 @@ class Flight:
     """One submitted plan."""
 
     step: int
-    slots: Slots
-    """Of the decode rows, in plan order …"""
-    serials: npt.NDArray[np.int64]
-    """… and the sequences that held them then."""
+    rows: RowGroup
+    """The decode rows, in plan order."""
     chunks: list[Chunk]
     """Those that share the step's forward."""
     batch: PrefillBatch | None = None
@@ -80,7 +76,7 @@ class Flight:
     @property
     def empty(self) -> bool:
         """A plan that only asks for the prefill in flight."""
-        return self.slots.size == 0 and not self.chunks and self.batch is None
+        return self.rows.slots.size == 0 and not self.chunks and self.batch is None
 
 
 class ResultMismatch(EngineDead):
@@ -135,7 +131,7 @@ class InFlight:
             return f"the worker answered step {result.step}"
         if result.primary_complete < result.step:
             return f"its proof covers the primary lane up to step {result.primary_complete} only"
-        expected = 0 if result.error is not None else flight.slots.size
+        expected = 0 if result.error is not None else flight.rows.slots.size
         if len(result.tokens) != 4 * expected:
             return f"{len(result.tokens)} bytes of tokens answer {expected} rows"
         problem = _logprob_problem(result.logprobs, expected)

@@ -126,7 +126,7 @@ class OpenSequences:
         """Parked sequences without work in flight return to the queue, with every token they have."""
         rows = self.residency.rows
         for sequence in sequences:
-            if sequence.state is SequenceState.PARKED and rows.in_flight[sequence.slot] == 0:
+            if sequence.state is SequenceState.PARKED and rows.settled(sequence.slot):
                 self._store_rest(sequence)
                 self._leave(sequence)
                 self.parked -= 1
@@ -175,4 +175,4 @@ class OpenSequences:
 
     def _move(self, sequence: Sequence, state: SequenceState) -> None:
         sequence.move(state)
-        self.residency.rows.phase[sequence.slot] = state
+        self.residency.rows.set_phase(sequence.slot, state)

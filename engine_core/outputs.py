@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine_core.request import Finish, Ids, LogprobColumns, Output, PromptLogprobs
+from engine_core.rows import SessionRows
 from engine_core.sequence import Ended
 from engine_core.step import LogprobBlock
 
@@ -25,10 +26,18 @@ Item = TypeVar("Item", bound=np.generic)
 class TokenColumns:
     """New tokens of one result, one row a sequence."""
 
-    sessions: npt.NDArray[np.int64]
-    numbers: npt.NDArray[np.uint64]
+    sessions: tuple[SessionRows, ...]
     tokens: Ids
     logprobs: LogprobColumns | None = None
+
+
+@dataclass(slots=True)
+class SessionTokens:
+    """One session's part of these."""
+
+    numbers: npt.NDArray[np.uint64]
+    tokens: Ids
+    logprobs: LogprobColumns | None
 
 
 @dataclass(slots=True)
@@ -87,24 +96,17 @@ def select_logprobs(columns: LogprobColumns | None, kept: Index, total: int) -> 
     )
 
 
-def split_by_session(columns: TokenColumns) -> Iterator[tuple[int, TokenColumns]]:
+def split_by_session(columns: TokenColumns) -> Iterator[tuple[int, SessionTokens]]:
     """Each session's rows, in their order."""
-    sessions = columns.sessions
-    if sessions.size == 0:
-        return
-    first = int(sessions[0])
-    if (sessions == first).all():
-        yield first, columns
-        return
-    order = np.argsort(sessions, kind="stable")
-    cuts = np.flatnonzero(np.diff(sessions[order])) + 1
-    for rows in np.split(order, cuts):
-        logprobs = select_logprobs(columns.logprobs, rows, sessions.size)
-        part = TokenColumns(sessions[rows], columns.numbers[rows], columns.tokens[rows], logprobs)
-        yield int(part.sessions[0]), part
+    for rows in columns.sessions:
+        if rows.index is None:
+            yield rows.session, SessionTokens(rows.numbers, columns.tokens, columns.logprobs)
+        else:
+            logprobs = select_logprobs(columns.logprobs, rows.index, columns.tokens.size)
+            yield rows.session, SessionTokens(rows.numbers, columns.tokens[rows.index], logprobs)
 
 
-def merge_logprobs(parts: list[TokenColumns]) -> LogprobColumns | None:
+def merge_logprobs(parts: list[SessionTokens]) -> LogprobColumns | None:
     """The parts' logprobs, rows counted over their concatenation."""
     blocks: list[LogprobColumns] = []
     offset = 0
@@ -133,7 +135,7 @@ class OutputBuffer:
     def __init__(self) -> None:
         self._step = 0
         self._outputs: dict[int, Output] = {}
-        self._tokens: dict[int, list[TokenColumns]] = {}
+        self._tokens: dict[int, list[SessionTokens]] = {}
 
     def accept(self, session: int, number: int) -> None:
         self._output(session).accepted.append(number)

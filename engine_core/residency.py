@@ -54,7 +54,7 @@ class Residency:
         found: list[CachedPage] = []
         parent: CachedPage | None = None
         for page in range(self._reusable_pages(sequence)):
-            ids = sequence.page_ids(page, self.page_size)
+            ids = sequence.page_ids(page, page + 1, self.page_size)[0]
             parent = self.prefix.find(parent, sequence.request.salt, sequence.link(page, ids), ids)
             if parent is None:
                 break
@@ -115,15 +115,15 @@ class Residency:
         """Make the sequence's first `pages` full pages findable: accepted tokens, computed in complete steps only."""
         if self.prefix is None or sequence.chain_broken:
             return
-        table = self.rows.pages[sequence.slot]
-        for page in range(sequence.published, pages):
-            ids = sequence.page_ids(page, self.page_size)
-            key = sequence.link(page, ids)
-            entry = self.prefix.publish(sequence.chain, sequence.request.salt, key, ids, table.item(page))
+        first, salt = sequence.published, sequence.request.salt
+        table = self.rows.pages[sequence.slot, first:pages].tolist()
+        for at, ids in enumerate(sequence.page_ids(first, pages, self.page_size)):
+            entry = self.prefix.publish(sequence.chain, salt, sequence.link(first + at, ids), ids, table[at])
             if entry is None:
                 sequence.chain_broken = True
                 return
-            sequence.chain, sequence.published = entry, page + 1
+            sequence.chain = entry
+            sequence.published += 1
 
     # -------------------------- giving back
 

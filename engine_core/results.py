@@ -21,7 +21,7 @@ from engine_core.request import (
     LogprobColumns,
     PromptLogprobs,
 )
-from engine_core.rows import Slots
+from engine_core.rows import RowGroup
 from engine_core.sequence import Sequence, SequenceState
 from engine_core.step import Lane, PrefillResult, PromptLogprobBlock, StepResult
 
@@ -51,6 +51,7 @@ class Results:
             self._apply_decode(flight, result, events)
         for prefill in result.prefills:
             self._apply_prefill(flight, prefill, events)
+        self._rows.applied[Lane.PRIMARY] = result.step
         self._residency.complete(_proof(flight, result))
         if self._sequences.parked:
             self._sequences.requeue_settled(self._sequences.parked_sequences())
@@ -67,8 +68,9 @@ class Results:
 
     def sequences_of(self, flight: Flight) -> list[Sequence]:
         """The sequences of a plan's decode rows and chunks, as far as they are open."""
-        live = flight.slots[self._rows.serial[flight.slots] == flight.serials]
-        decoding = [self._sequences.owner(slot) for slot in live.tolist()]
+        gone = self._rows.departed(flight.rows)
+        slots = flight.rows.slots if gone is None else flight.rows.slots[~gone]
+        decoding = [self._sequences.owner(slot) for slot in slots.tolist()]
         return decoding + [chunk.sequence for chunk in flight.chunks]
 
     def _fail(self, sequences: list[Sequence], cause: str, events: Events, *, quarantine: bool = False) -> None:
@@ -81,35 +83,41 @@ class Results:
     # -------------------------- decode rows
 
     def _apply_decode(self, flight: Flight, result: StepResult, events: Events) -> None:
-        slots = flight.slots
-        if slots.size == 0:
+        group = flight.rows
+        if group.slots.size == 0:
             return
         tokens = np.frombuffer(result.tokens, "<i4")
         logprobs = read_logprobs(result.logprobs)
-        live = self._rows.serial[slots] == flight.serials
-        if not live.all():
-            kept = np.flatnonzero(live)
-            self.rows_discarded += slots.size - kept.size
-            logprobs = select_logprobs(logprobs, kept, slots.size)
-            slots, tokens = slots[kept], tokens[kept]
-        self._append(slots, tokens, logprobs, events)
+        gone = self._rows.departed(group)
+        if gone is not None:
+            kept = np.flatnonzero(~gone)
+            self.rows_discarded += gone.size - kept.size
+            logprobs = select_logprobs(logprobs, kept, gone.size)
+            group, tokens = self._rows.group(group.slots[kept]), tokens[kept]
+        self._append(group, tokens, logprobs, events)
 
-    def _append(self, slots: Slots, tokens: Ids, logprobs: LogprobColumns | None, events: Events) -> None:
-        """One accepted token for each of the slots: ids, filled pages, ends."""
+    def _append(self, group: RowGroup, tokens: Ids, logprobs: LogprobColumns | None, events: Events) -> None:
+        """One accepted token for each row of a group: ids, and what the few special ones among them bring about."""
         rows = self._rows
-        positions = rows.append_ids(slots, tokens)
-        rows.in_flight[slots] -= 1
-        events.tokens.append(TokenColumns(rows.session[slots], rows.number[slots], tokens, logprobs))
-        for at in np.flatnonzero(positions % rows.stretch == 0).tolist():
-            self._sequences.store_stretch(self._sequences.owner(int(slots[at])), int(positions[at]))
-        stopped = rows.stops(slots, tokens, positions)
-        for at in np.flatnonzero(stopped | (positions + 1 >= rows.limit[slots])).tolist():
-            sequence = self._sequences.owner(int(slots[at]))
-            if stopped[at]:
-                ended = self._sequences.close(sequence, FINISH_STOP, stop_token_id=int(tokens[at]))
-            else:
-                ended = self._sequences.close(sequence, FINISH_LENGTH)
-            events.ended.append(ended)
+        positions = rows.append_ids(group, tokens)
+        events.tokens.append(TokenColumns(group.sessions, tokens, logprobs))
+        due = positions >= rows.due[group.slots]
+        stopped = rows.stops(group, tokens, positions)
+        special = due if stopped is None else due | stopped
+        for at in special.nonzero()[0].tolist():
+            sequence, position = self._sequences.owner(group.slots.item(at)), positions.item(at)
+            if due[at]:
+                self._see_to(sequence, position)
+            if stopped is not None and stopped[at]:
+                events.ended.append(self._sequences.close(sequence, FINISH_STOP, stop_token_id=tokens.item(at)))
+            elif position + 1 >= sequence.limit:
+                events.ended.append(self._sequences.close(sequence, FINISH_LENGTH))
+
+    def _see_to(self, sequence: Sequence, position: int) -> None:
+        """A token stands at a position that was waited for: one behind a full stretch, or the last one."""
+        if position % self._rows.stretch == 0:
+            self._sequences.store_stretch(sequence, position)
+        self._rows.call_again(sequence.slot, position)
 
     # -------------------------- chunks
 
@@ -123,6 +131,7 @@ class Results:
         batch.advance(BatchState.COMPLETE)
         self._apply_chunks(batch.chunks, prefill, events)
         batch.advance(BatchState.APPLIED)
+        self._rows.applied[Lane.PREFILL] = batch.step
         self._in_flight.batch = None
 
     def _apply_chunks(self, chunks: list[Chunk], prefill: PrefillResult, events: Events) -> None:
@@ -143,9 +152,7 @@ class Results:
             self._residency.publish(sequence, chunk.end // page_size)
         if chunk.end // page_size >= (sequence.prompt_len - 1) // page_size:
             sequence.family.computed = True
-        if not chunk.last:
-            self._rows.in_flight[chunk.slot] -= 1
-        elif sequence.state is PREFILL:
+        if chunk.last and sequence.state is PREFILL:
             self._sequences.decode(sequence)
 
     def _apply_first_tokens(self, lasts: list[Chunk], prefill: PrefillResult, events: Events) -> None:
@@ -159,7 +166,7 @@ class Results:
             logprobs = select_logprobs(logprobs, kept, len(lasts))
         slots = np.array([lasts[i].slot for i in kept.tolist()], np.int64)
         if slots.size:
-            self._append(slots, tokens[kept], logprobs, events)
+            self._append(self._rows.group(slots), tokens[kept], logprobs, events)
 
     def _describe_prompt(self, chunks: list[Chunk], block: PromptLogprobBlock, events: Events) -> None:
         """Publish a stretch of prompt logprobs, without what was published before a preemption."""

@@ -24,15 +24,13 @@ from engine_core.outputs import Events, Started
 from engine_core.request import FINISH_ABORT, FINISH_ERROR, FinishError, Request
 from engine_core.residency import Residency
 from engine_core.results import Results
-from engine_core.rows import Slots
+from engine_core.rows import DECODE, RowGroup, Slots
 from engine_core.sequence import Ended, Sequence, SequenceState
 from engine_core.step import Lane, PrefillChunk, RowStart, StepPlan, StepResult
 
 ADMITTED_TOKENS_PER_STEP = 16384
 """Known ids of the sequences that one step admits, so that the host work of long prompts (cached ones cost no budget)
 doesn't stretch the other rows' step. One sequence of any length may always enter."""
-
-DECODE = int(SequenceState.DECODE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +87,11 @@ class Scheduler:
         self._async_depth = async_depth
         self._overlap = overlap
         self._started: list[Started] = []
+        self._decoding = self._rows.decoding()
+        """The rows that decode, gathered for as many plans as they stay the same …"""
+        self._decoding_version = self._rows.version
+        self._decoding_plans = 0
+        """… which is until the first of them is planned up to its end, or a phase changes."""
 
     # -------------------------- what comes in
 
@@ -174,24 +177,23 @@ class Scheduler:
         if self.in_flight.working >= self._async_depth:
             return None
         decode, grown, page_ids, short = self._plan_decode()
-        starts, chunks = self._plan_prefill(self._prefill_budget(decode.size), admit=not short)
-        if decode.size == 0 and not chunks and (self.in_flight.batch is None or len(self.in_flight)):
+        starts, chunks = self._plan_prefill(self._prefill_budget(decode.slots.size), admit=not short)
+        if decode.slots.size == 0 and not chunks and (self.in_flight.batch is None or len(self.in_flight)):
             return None
         return self._submit(decode, grown, page_ids, starts, chunks)
 
     def _submit(
-        self, decode: Slots, grown: Slots, page_ids: bytes, starts: list[RowStart], chunks: list[Chunk]
+        self, decode: RowGroup, grown: Slots, page_ids: bytes, starts: list[RowStart], chunks: list[Chunk]
     ) -> StepPlan:
         """Book a plan as in flight: lengths advance and fences move now, no result is waited for."""
         self.steps += 1
         on_lane = self._overlap and bool(chunks)
-        self._book_decode(decode)
+        self._book_decode(decode.slots)
         self._book_chunks(chunks, on_lane=on_lane)
         self.in_flight.submit(
             Flight(
                 step=self.steps,
-                slots=decode,
-                serials=self._rows.serial[decode],
+                rows=decode,
                 chunks=[] if on_lane else chunks,
                 batch=PrefillBatch(self.steps, chunks) if on_lane else None,
             )
@@ -199,16 +201,16 @@ class Scheduler:
         return StepPlan(
             step=self.steps,
             starts=starts,
-            page_slots=grown.astype("<i4").tobytes(),
+            page_slots=grown.astype("<i4").tobytes() if grown.size else b"",
             page_ids=page_ids,
-            decode_slots=decode.astype("<i4").tobytes(),
+            decode_slots=decode.packed_slots,
             chunks=[PrefillChunk(chunk.slot, chunk.start, chunk.length, chunk.last) for chunk in chunks],
             prefill_lane=on_lane,
         )
 
     def _book_decode(self, slots: Slots) -> None:
         self._rows.computed[slots] += 1
-        self._rows.in_flight[slots] += 1
+        self._decoding_plans -= 1
         self._rows.fences[Lane.PRIMARY][slots] = self.steps
 
     def _book_chunks(self, chunks: list[Chunk], *, on_lane: bool) -> None:
@@ -216,7 +218,6 @@ class Scheduler:
         self.prefill_launches += bool(chunks)
         for chunk in chunks:
             self._rows.computed[chunk.slot] = chunk.end
-            self._rows.in_flight[chunk.slot] += 1
             self._rows.fences[Lane.PRIMARY][chunk.slot] = self.steps
             if on_lane:
                 self._rows.fences[Lane.PREFILL][chunk.slot] = self.steps
@@ -225,22 +226,32 @@ class Scheduler:
 
     # -------------------------- decode
 
-    def _plan_decode(self) -> tuple[Slots, Slots, bytes, bool]:
+    def _plan_decode(self) -> tuple[RowGroup, Slots, bytes, bool]:
         """Rows that decode, the slots that get a page for it, those pages, and whether some row had to wait for one.
 
         A row isn't planned past the length at which it ends anyway.
         """
-        rows = self._rows
-        slots = np.flatnonzero((rows.phase == DECODE) & (rows.computed < rows.last_fed))
-        needy = slots[rows.computed[slots] >= rows.capacity[slots]]
+        rows, group = self._rows, self._decode_rows()
+        needy = group.slots[rows.computed[group.slots] >= rows.capacity[group.slots]]
         if needy.size == 0:
-            return slots, needy, b"", False
+            return group, needy, b"", False
         if needy.size <= self._pool.available:
-            return slots, needy, self.residency.grow(needy), False
+            return group, needy, self.residency.grow(needy), False
         grown = self._share_out(needy)
         page_ids = self.residency.grow(grown)
+        slots = group.slots
         ready = (rows.phase[slots] == DECODE) & (rows.computed[slots] < rows.capacity[slots])
-        return slots[ready], grown, page_ids, True
+        self._decoding_plans = 0
+        return rows.group(slots[ready]), grown, page_ids, True
+
+    def _decode_rows(self) -> RowGroup:
+        """The rows that can be in the next plan, as far as pages allow."""
+        rows = self._rows
+        if self._decoding_version != rows.version or self._decoding_plans <= 0:
+            self._decoding, self._decoding_version = rows.decoding(), rows.version
+            slots = self._decoding.slots
+            self._decoding_plans = int((rows.last_fed[slots] - rows.computed[slots]).min()) if slots.size else 0
+        return self._decoding
 
     def _share_out(self, needy: Slots) -> Slots:
         """Which of the rows get a page now that there aren't enough: in order, preempting from the other end.

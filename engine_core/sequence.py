@@ -125,35 +125,30 @@ class Sequence:
         """int32 LE, prompt and stored output."""
         return self.family.prompt + bytes(self.output)
 
-    def page_ids(self, page: int, page_size: int) -> bytes:
-        """Ids of full page `page`, counted from the sequence's start."""
-        start, end = 4 * page_size * page, 4 * page_size * (page + 1)
-        prompt = self.family.prompt
-        if end <= len(prompt):
-            return prompt[start:end]
-        return prompt[start:] + self.output[max(0, start - len(prompt)) : end - len(prompt)]
+    def page_ids(self, first: int, end: int, page_size: int) -> list[bytes]:
+        """Ids of the full pages first .. end - 1, counted from the sequence's start."""
+        width = 4 * page_size
+        prompt, start, stop = self.family.prompt, width * first, width * end
+        if stop <= len(prompt):
+            ids = prompt[start:stop]
+        else:
+            ids = prompt[start:] + bytes(self.output[max(0, start - len(prompt)) : stop - len(prompt)])
+        return [ids[at : at + width] for at in range(0, len(ids), width)]
 
     def link(self, page: int, ids: bytes) -> bytes:
         """The prefix chain's link of full page `page`, whose ids these are; the link before it was asked for earlier.
 
         Those of the prompt came with the request, the others are computed when first needed.
         """
-        known = self._known_link(page)
-        if known is None:
-            parent = self._known_link(page - 1) if page else prefix_root(self.request.salt)
-            if parent is None:
-                raise LookupError(f"sequence {self.serial}: link {page} was asked for before link {page - 1}")
-            known = prefix_next(parent, ids)
-            self.links.append(known)
-        return known
-
-    def _known_link(self, page: int) -> bytes | None:
         given = self.request.hashes
         offset = PREFIX_HASH_BYTES * page
         if offset < len(given):
             return given[offset : offset + PREFIX_HASH_BYTES]
         behind = page - len(given) // PREFIX_HASH_BYTES
-        return self.links[behind] if behind < len(self.links) else None
+        if behind == len(self.links):
+            parent = self.links[-1] if behind else given[-PREFIX_HASH_BYTES:] or prefix_root(self.request.salt)
+            self.links.append(prefix_next(parent, ids))
+        return self.links[behind]
 
     def stop_ids(self, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
         """Ids that end the sequence; see `request.py` for their precedence."""

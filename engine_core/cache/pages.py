@@ -118,11 +118,8 @@ class PagePool:
             raise PageError(f"{last.size} pages were asked for; {self.free} are free")
         pages = last + 1
         placed = self._is_free[pages]
-        if placed.all():
-            self._reference_free(pages)
-            return pages
-        self._reference_free(pages[placed])
-        for at in np.flatnonzero(~placed).tolist():
+        self._reference_free(pages if placed.all() else pages[placed])
+        for at in (~placed).nonzero()[0].tolist():
             pages[at] = page = self._find_free(self._cursor)
             self._cursor = page + ROOM_TO_GROW
             self._reference_free(pages[at : at + 1])
@@ -160,8 +157,13 @@ class PagePool:
         return np.roll(free, -first)[:count].astype(np.int32)
 
     def _reference_free(self, pages: Pages) -> None:
-        self._move(pages, FREE, REFERENCED)
+        if not self._is_free[pages].all():
+            raise PageError("a page that isn't free can't be handed out")
+        self._is_free[pages] = False
+        self._state[pages] = REFERENCED
         self._references[pages] = 1
+        self._counts[FREE] -= pages.size
+        self._counts[REFERENCED] += pages.size
 
     def share(self, pages: Pages) -> None:
         """Another sequence refers to these pages of the prefix cache; they may be cached, retiring or referenced."""
@@ -232,5 +234,5 @@ class PagePool:
         self._state[pages] = target
         self._counts[source] -= pages.size
         self._counts[target] += pages.size
-        if source == FREE or target == FREE:
-            self._is_free[pages] = target == FREE
+        if target == FREE:
+            self._is_free[pages] = True
