@@ -7,6 +7,7 @@ steps: the grid depends on the batch bucket alone.
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 
 import torch
 
@@ -14,34 +15,43 @@ from engine_core.ops.cuda.kernel import Kernel, Kernels, address, require
 from engine_core.ops.cuda.layer import HEAD_DIMS, Heads
 from engine_core.ops.cuda.splits import LEAST_PAGES, PAGE, spare_items
 
-WARPS = 4
-BLOCKS_PER_SM = 6
-"""Aimed at by the plan; three fit at a time."""
 PLAN_THREADS = 256
 ITEM_BYTES = 16
 MAX_GROUP = 8
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Warps of a block, and blocks for each SM that the plan aims at; the defaults measured best on an H200."""
+
+    warps: int = 4
+    blocks_per_sm: int = 6
+
+
 class DecodeAttention:
     """Attention for buckets of up to `max_rows` rows. One launch at a time: buffers are shared between layers."""
 
-    def __init__(self, heads: Heads, max_rows: int, sms: int, device: torch.device, kernels: Kernels) -> None:
+    def __init__(
+        self, heads: Heads, max_rows: int, sms: int, device: torch.device, kernels: Kernels, cut: Cut | None = None
+    ) -> None:
         """`sms`: of the lane that will replay it. Raises ValueError for a shape that isn't served."""
         group, rest = divmod(heads.query, heads.kv)
         if rest or not 1 <= group <= MAX_GROUP or heads.head_dim not in HEAD_DIMS or heads.page_size != PAGE:
             raise ValueError(
                 f"{heads} isn't served: 1 to {MAX_GROUP} query heads a kv head, head_dim {HEAD_DIMS}, pages of {PAGE}"
             )
+        cut = cut or Cut()
         self._heads = heads
+        self._warps = cut.warps
         self._max_rows = max_rows
-        self._spare = spare_items(heads.kv, sms, BLOCKS_PER_SM)
+        self._spare = spare_items(heads.kv, sms, cut.blocks_per_sm)
         capacity = max_rows + self._spare
         self._items = torch.zeros(capacity, ITEM_BYTES, dtype=torch.uint8, device=device)
         self._count = torch.zeros(1, dtype=torch.int32, device=device)
         self._partial_output = torch.empty(capacity, heads.query, heads.head_dim, dtype=torch.float32, device=device)
         self._partial_weight = torch.empty(capacity, heads.query, 2, dtype=torch.float32, device=device)
         self._arrivals = torch.zeros(max_rows, heads.kv, dtype=torch.int32, device=device)
-        parameters = (("HEAD_DIM", heads.head_dim), ("GROUP", group), ("WARPS", WARPS))
+        parameters = (("HEAD_DIM", heads.head_dim), ("GROUP", group), ("WARPS", cut.warps))
         self._plan = kernels.load(Kernel("decode_attention.cu", "plan_splits", parameters))
         self._attend = kernels.load(Kernel("decode_attention.cu", "decode_attention", parameters))
 
@@ -81,7 +91,7 @@ class DecodeAttention:
         require(out, torch.bfloat16, (rows, heads.query, heads.head_dim), "out")
         self._attend(
             (rows + self._spare, heads.kv, 1),
-            32 * WARPS,
+            32 * self._warps,
             [
                 *(address(tensor) for tensor in (qkv, kv, slots, positions, page_table, self._items, self._count)),
                 *(address(tensor) for tensor in (out, self._partial_output, self._partial_weight, self._arrivals)),

@@ -9,13 +9,13 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 SOURCES = Path(__file__).parent
 Grid = tuple[int, int, int]
-Argument = ctypes.c_void_p | ctypes.c_int32 | ctypes.c_float | ctypes.Structure
+Argument = ctypes.c_void_p | ctypes.c_int32 | ctypes.c_float
 
 
 class KernelError(Exception):
@@ -61,9 +61,3 @@ def require(tensor: torch.Tensor, dtype: torch.dtype, shape: Sequence[int | None
 
 def describe(tensor: torch.Tensor) -> str:
     return f"{'' if tensor.is_contiguous() else 'strided '}{tensor.dtype} {tuple(tensor.shape)}"
-
-
-def pointers(**fields: torch.Tensor) -> Any:
-    """A by-value struct argument of pointers, in the order given."""
-    layout = type("Pointers", (ctypes.Structure,), {"_fields_": [(name, ctypes.c_void_p) for name in fields]})
-    return layout(*(tensor.data_ptr() for tensor in fields.values()))

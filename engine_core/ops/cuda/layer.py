@@ -1,6 +1,6 @@
-"""The small kernels of a decoder layer: add + RMSNorm, silu * up, and QK norm + rotary embedding + KV write.
+"""The small kernels of a decoder: embedding, add + RMSNorm, silu * up, and QK norm + rotary embedding + KV write.
 
-Owns their launches; norm.cu, gate.cu and rope.cu say what they do. For any number of rows.
+Owns their launches; embed.cu, norm.cu, gate.cu and rope.cu say what they do. For any number of rows.
 """
 
 from __future__ import annotations
@@ -10,10 +10,34 @@ from dataclasses import dataclass
 
 import torch
 
-from engine_core.ops.cuda.kernel import Kernel, Kernels, address, require
+from engine_core.ops.cuda.kernel import Argument, Kernel, Kernels, address, require
 
 THREADS = 256
+EMBED_THREADS = 128
 HEAD_DIMS = (64, 128)
+
+
+class EmbedLast:
+    """y = the embedding of each row's newest token, taken by slot: what feeds a decode step."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._launch = kernels.load(Kernel("embed.cu", "embed_last"))
+
+    def __call__(self, table: torch.Tensor, last_token: torch.Tensor, slots: torch.Tensor, y: torch.Tensor) -> None:
+        """table: bf16 [vocabulary, width]; last_token: int32 [slots]; slots: int32 [rows]; y: bf16 [rows, width].
+
+        The width is a multiple of 8. A row of slot -1 becomes zero.
+        """
+        rows, width = y.shape
+        require(table, torch.bfloat16, (None, width), "table")
+        require(last_token, torch.int32, (None,), "last_token")
+        require(slots, torch.int32, (rows,), "slots")
+        require(y, torch.bfloat16, (rows, width), "y")
+        if width % 8:
+            raise ValueError(f"the width is {width}; it must be a multiple of 8")
+        blocks = -(-width // 8 // EMBED_THREADS)
+        tensors: list[Argument] = [address(tensor) for tensor in (table, last_token, slots, y)]
+        self._launch((blocks, rows, 1), EMBED_THREADS, [*tensors, ctypes.c_int32(width)])
 
 
 class AddRmsNorm:
@@ -32,7 +56,7 @@ class AddRmsNorm:
         for tensor, what in ((residual, "residual"), (y, "y"), *(() if x is None else ((x, "x"),))):
             require(tensor, torch.bfloat16, (rows, self._width), what)
         require(weight, torch.bfloat16, (self._width,), "weight")
-        arguments = [address(x), address(residual), address(weight), address(y), self._epsilon]
+        arguments: list[Argument] = [address(x), address(residual), address(weight), address(y), self._epsilon]
         self._launch((rows, 1, 1), THREADS, arguments)
 
 

@@ -83,7 +83,7 @@ class SkinnyLinear:
     """y = epilogue(norm(x) W^T + bias) for x of 1 to MAX_TOKENS rows."""
 
     def __init__(self, layer: LinearWeights, kernels: Kernels, tile: Tile | None = None) -> None:
-        """Loads (compiles, if need be) the kernels for up to 8 and up to 16 rows. Raises ValueError on a wrong shape."""
+        """Loads (and compiles) the kernels for up to 8 and up to 16 rows. Raises ValueError on a wrong shape."""
         rows, columns = layer.weight.shape
         require(layer.weight, torch.bfloat16, (rows, columns), "weight")
         if columns % PIECE:

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from engine_core.ops.cuda.linear import Epilogue, LinearWeights
+from engine_core.step import RowSampling
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -58,3 +59,26 @@ def paged_attention(
     first = length - tokens if start is None else start
     seen = torch.arange(length, device=q.device) <= torch.arange(first, first + tokens, device=q.device)[:, None]
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), values)
+
+
+def scores(logits: torch.Tensor, sampling: RowSampling, noise: torch.Tensor) -> torch.Tensor:
+    """What the draw takes the largest of, float64 [vocabulary]; -inf where a filter leaves a candidate out.
+
+    `logits` are already edited and penalized; `noise` is the candidates' Gumbel noise.
+    """
+    x = logits.double()
+    if sampling.temperature == 0:
+        return x
+    x = x / sampling.temperature
+    values, counts = torch.unique(x, return_counts=True)
+    values, counts = values.flip(0), counts.flip(0)  # from the largest
+    masses = counts * (values - values[0]).exp()
+    kept = torch.ones_like(values, dtype=torch.bool)
+    if sampling.top_k > 0:
+        kept &= counts.cumsum(0) - counts < sampling.top_k
+    mass = masses[kept].sum()
+    if sampling.top_p < 1:
+        kept &= masses.cumsum(0) - masses < sampling.top_p * mass
+    if sampling.min_p > 0:
+        kept &= (values - values[0]).exp() >= sampling.min_p
+    return torch.where(x >= values[kept].min(), x + noise, -torch.inf)

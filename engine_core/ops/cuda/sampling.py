@@ -1,4 +1,4 @@
-"""Sampling on the device: parameters in tables by slot, three launches a step, the drawn token left where decode reads it.
+"""Sampling on the device: parameters in tables by slot, three launches a step, the token left where decode reads it.
 
 Owns the tables' layout and the launches; sampling.cu says what each parameter does. Logprobs are of the raw logits and
 must be taken before: the logits are changed in place.
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine_core.ops.cuda.kernel import Kernel, Kernels, address, require
+from engine_core.ops.cuda.kernel import Argument, Kernel, Kernels, address, require
 from engine_core.request import MAX_LOGIT_BIAS, MAX_STOP_IDS
 from engine_core.step import RowSampling
 
@@ -60,7 +60,7 @@ class RowRecord:
 
 
 def encode_row(sampling: RowSampling, prompt_len: int) -> RowRecord:
-    """A row's parameters as the kernels read them. Raises ValueError if more ids are suppressed than the table holds."""
+    """A row's parameters as the kernels read them. Raises ValueError if too many ids are suppressed."""
     suppressed = np.frombuffer(sampling.suppress, "<i4") if sampling.min_tokens > 0 else np.empty(0, "<i4")
     if len(suppressed) > MAX_SUPPRESSED:
         raise ValueError(f"{len(suppressed)} ids are suppressed; the table holds {MAX_SUPPRESSED}")
@@ -132,10 +132,10 @@ class Sampler:
         for tensor, what in ((slots, "slots"), (positions, "positions"), (tokens, "tokens")):
             require(tensor, torch.int32, (rows,), what)
         vocabulary, pieces = ctypes.c_int32(tables.vocabulary), ctypes.c_int32(self._pieces)
-        row = [address(logits), address(slots), address(positions), address(tables.rows)]
-        best = [address(self._best_scores), address(self._best_candidates)]
-        edits = [address(tables.edits), ctypes.c_int32(MAX_EDITS)]
-        written = [address(tokens), address(tables.last_token)]
+        row: list[Argument] = [address(logits), address(slots), address(positions), address(tables.rows)]
+        best: list[Argument] = [address(self._best_scores), address(self._best_candidates)]
+        edits: list[Argument] = [address(tables.edits), ctypes.c_int32(MAX_EDITS)]
+        written: list[Argument] = [address(tokens), address(tables.last_token)]
         self._edit((rows, 1, 1), EDIT_THREADS, [*row, *edits, vocabulary])
         self._score((self._pieces, rows, 1), SCORE_THREADS, [*row, address(tables.seen), *best, vocabulary])
         self._pick((rows, 1, 1), PICK_THREADS, [*row, address(tables.seen), *best, *written, pieces, vocabulary])
@@ -145,5 +145,9 @@ class Sampler:
         require(ids, torch.int32, (None,), "ids")
         for clear, size in ((1, self.tables.vocabulary), (0, ids.shape[0])):
             values = (slot, prompt_len, ids.shape[0], self.tables.vocabulary, clear)
-            arguments = [address(self.tables.seen), address(ids), *(ctypes.c_int32(value) for value in values)]
+            arguments: list[Argument] = [
+                address(self.tables.seen),
+                address(ids),
+                *(ctypes.c_int32(value) for value in values),
+            ]
             self._count((-(-size // SCORE_THREADS), 1, 1), SCORE_THREADS, arguments)
