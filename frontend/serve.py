@@ -151,8 +151,12 @@ def check_flags(argv: Sequence[str]) -> None:
 # ------------------------------ processes
 
 
+def frontend_names(count: int) -> list[str]:
+    return [f"frontend {place + 1}" for place in range(count)]
+
+
 def _hands(plan: Plan, ready_fd: int | None) -> Hands:
-    names = [f"frontend {place + 1}" for place in range(len(plan.frontends))]
+    names = frontend_names(len(plan.frontends))
     bounds = {CORE: plan.start_timeout + CORE_START_MARGIN_S, **dict.fromkeys(names, FRONTEND_START_S)}
     commands = [Command(CORE, lambda _: plan.engine)]
     commands += [
@@ -178,7 +182,7 @@ def _frontend_argv(argv: Sequence[str], previous: Ready | None) -> list[str]:
 
 def announce(engine_address: str, ready_fd: int | None, ready: Mapping[str, Ready], pids: Mapping[str, int]) -> None:
     """Say in one line what serves where; as JSON to `ready_fd` too, for programs."""
-    frontends = [each for name, each in ready.items() if name != CORE]
+    frontends = [ready[name] for name in frontend_names(len(ready) - 1)]
     http, grpc = [each["http"] for each in frontends], [each["grpc"] for each in frontends]
     sys.stdout.write(f"ready: OpenAI API {' '.join(http)} · text gRPC {' '.join(grpc)} · engine {engine_address}\n")
     sys.stdout.flush()

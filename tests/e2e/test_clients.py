@@ -71,7 +71,7 @@ def test_grpcurl_streams_over_reflection(server: Server, answer: str) -> None:
     messages = [json.loads(part) for part in re.split(r"(?<=\n})\n", out) if part.strip()]
     assert len(messages) > 2, "the answer came in one piece"
     assert "".join(delta.get("text", "") for message in messages for delta in message.get("deltas", [])) == answer
-    assert messages[-1]["usage"]["completionTokens"] == 12
+    assert messages[-1]["usage"]["completion_tokens"] == 12
 
 
 @pytest.mark.parametrize(
