@@ -34,7 +34,7 @@ class EmulatedKernels:
 
     def _compile(self, kernel: Kernel) -> Path:
         program = (
-            f'{(SOURCES / kernel.source).read_text()}\n'
+            f"{(SOURCES / kernel.source).read_text()}\n"
             'extern "C" void emulate(const u32* grid, u32 threads, void** arguments) {\n'
             f"  emulation::launch({kernel.entry}, grid, threads, arguments);\n}}\n"
         )
