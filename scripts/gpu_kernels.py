@@ -35,12 +35,13 @@ def main() -> int:
     parser.add_argument("--cache", type=Path, default=Path("/tmp/greenlane-kernels"))
     parser.add_argument("--checks", nargs="*", choices=CHECK_NAMES, default=CHECK_NAMES)
     parser.add_argument("--times", nargs="*", choices=TIME_NAMES, default=TIME_NAMES)
+    parser.add_argument("--commit", default="", help="what the report names, where the checkout has no history")
     parser.add_argument("--one", nargs=2, metavar=("KIND", "NAME"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         kind, name = options.one
         return run_one(kind, name, options.cache)
-    report: dict[str, Any] = {"machine": machine(), "checks": {}, "times": {}}
+    report: dict[str, Any] = {"machine": machine(options.commit), "checks": {}, "times": {}}
     with ThreadPoolExecutor(len(CHECK_NAMES)) as pool:
         runs = {name: pool.submit(in_process, "check", name, options.cache) for name in options.checks}
         for name, run in runs.items():
@@ -104,12 +105,12 @@ def print_times(name: str, outcome: dict[str, Any]) -> None:
         print(outcome["error"])
 
 
-def machine() -> dict[str, str]:
+def machine(commit: str) -> dict[str, str]:
     """The card, its driver, the versions and the commit that the figures belong to."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     card, driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().split(", ")
     git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    commit = commit or subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     names = ("torch", "flashinfer-python", "cuda-bindings")
     return {"card": card, "driver": driver, "python": platform.python_version(), "commit": commit or "unknown"} | {
         name: version(name) for name in names
