@@ -71,13 +71,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def check(self) -> None:
         """Raise ConfigError for the first setting that can't be served, naming it and what would work."""
         _one_of("--device", self.device_kind, DEVICES)
-        if self.device_kind == "cuda" or self.decode_overlap != "off" or self.decode_sms is not None:
-            flag = "--device cuda" if self.device_kind == "cuda" else "--decode-overlap and --decode-sms"
-            raise ConfigError(
-                f"{flag} can't be served by this version; use --device cpu or --device fake, without lanes"
-            )
-        if ":" in self.device:
-            raise ConfigError(f"--device {self.device}: only cuda takes an ordinal")
+        ordinal = self.device.partition(":")[2]
+        if ":" in self.device and (self.device_kind != "cuda" or not ordinal.isdecimal() or len(ordinal) > 3):
+            raise ConfigError(f"--device {self.device}: only cuda takes an ordinal, as in cuda:0")
+        _one_of("--decode-overlap", self.decode_overlap, OVERLAP_MODES)
+        if self.decode_overlap != "off" and self.device_kind == "cpu":
+            raise ConfigError(f"--decode-overlap {self.decode_overlap} needs --device cuda; on cpu use off")
+        if self.decode_sms is not None and self.decode_overlap != "green":
+            raise ConfigError("--decode-sms goes with --decode-overlap green; the other modes share all SMs")
         _loopback("--host", self.host)
         _within("--port", self.port, 0, 65535)
         _one_of("--dtype", self.dtype, DTYPES)

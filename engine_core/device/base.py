@@ -88,6 +88,9 @@ class Compute(Protocol):
     def end_rows(self, slots: list[int]) -> None:
         """These slots' state is void (they are about to be started again)."""
 
+    def append_pages(self, slots: Int32, columns: Int32, pages: Int32) -> None:
+        """The host's page tables have grown: pages[i] stands in row slots[i] at columns[i], for all later forwards."""
+
     def forward(self, batch: Batch, ring: int) -> None:
         """Stage inputs in ring slot `ring` and enqueue the forward on the batch's lane; what is needed to sample stays
         in that ring slot."""
@@ -106,6 +109,15 @@ class Compute(Protocol):
         """Free everything; every lane is proven idle by the caller."""
 
 
+@dataclass(frozen=True, slots=True)
+class LaneSizes:
+    """SMs of each lane; 0 where there are none to count."""
+
+    decode_sms: int = 0
+    prefill_sms: int = 0
+    sm_alignment: int = 0
+
+
 @dataclass(slots=True)
 class Device:
     """An opened device: its calls, its work, its sizes."""
@@ -119,6 +131,7 @@ class Device:
     dtype: str
     name: str
     """For people."""
+    lanes: LaneSizes
 
 
 DEFAULT_KV_BYTES = 1 << 30

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from engine_core.config import WorkerConfig
-from engine_core.device.base import Batch, Device, Sampled, page_budget
+from engine_core.device.base import Batch, Device, Int32, LaneSizes, Sampled, page_budget
 from engine_core.device.driver import Driver, ImmediateDriver, Watch
 from engine_core.device.lanes import LaneStream
 from engine_core.model_config import load_model_config
@@ -42,6 +42,9 @@ class CpuCompute:
 
     def end_rows(self, slots: list[int]) -> None:
         """Nothing to do: `start_row` overwrites all that a slot holds."""
+
+    def append_pages(self, slots: Int32, columns: Int32, pages: Int32) -> None:
+        """Nothing to do: attention reads the host's tables."""
 
     @torch.inference_mode()
     def forward(self, batch: Batch, ring: int) -> None:
@@ -117,4 +120,5 @@ def open_device(config: WorkerConfig, watch: Watch, progress: Callable[[str, int
         max_model_len=max_model_len,
         dtype=str(dtype).removeprefix("torch."),
         name=f"cpu ({threads} threads)",
+        lanes=LaneSizes(),
     )

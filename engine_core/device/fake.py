@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from engine_core.config import WorkerConfig
-from engine_core.device.base import Batch, Device, Int32, Sampled, page_budget
-from engine_core.device.driver import Driver, Watch
+from engine_core.device.base import Batch, Device, Int32, LaneSizes, Sampled, page_budget
+from engine_core.device.driver import STREAM_NON_BLOCKING, Driver, Watch
 from engine_core.device.fake_driver import HOST, Clocks, FakeTable, RaceDetected
+from engine_core.device.green import DEFAULT_DECODE_SMS, SM_ALIGNMENT, split
 from engine_core.device.lanes import LaneStream
 from engine_core.model_config import load_model_config
 from engine_core.step import Lane, LogprobBlock, PromptLogprobBlock, RowStart
@@ -68,6 +69,9 @@ class FakeCompute:
 
     def end_rows(self, slots: list[int]) -> None:
         self._logprobs[slots] = -1
+
+    def append_pages(self, slots: Int32, columns: Int32, pages: Int32) -> None:
+        """Nothing to do: each forward copies its rows' tables."""
 
     def forward(self, batch: Batch, ring: int) -> None:
         """Reads every page of the rows' contexts, writes those of the new positions."""
@@ -167,10 +171,11 @@ def open_device(config: WorkerConfig, watch: Watch, progress: Callable[[str, int
     model = load_model_config(Path(config.model))
     pages, max_model_len = page_budget(config, model, item_bytes=4)
     table = FakeTable()
-    _, stream = table.stream_create(0, 0)
+    driver = Driver(table, watch)
+    streams, sizes = _streams(driver, config)
     compute = FakeCompute(
         table,
-        {Lane.PRIMARY: stream},
+        {lane: target.stream for lane, target in streams.items()},
         total_pages=pages,
         page_size=config.page_size,
         max_num_seqs=config.max_num_seqs,
@@ -180,12 +185,25 @@ def open_device(config: WorkerConfig, watch: Watch, progress: Callable[[str, int
     )
     progress("fake model", 1, 1)
     return Device(
-        driver=Driver(table, watch),
-        streams={Lane.PRIMARY: LaneStream(stream)},
+        driver=driver,
+        streams=streams,
         compute=compute,
         vocab_size=model.vocab_size,
         total_pages=pages,
         max_model_len=max_model_len,
         dtype="float32",
         name="fake",
+        lanes=sizes,
     )
+
+
+def _streams(driver: Driver, config: WorkerConfig) -> tuple[dict[Lane, LaneStream], LaneSizes]:
+    """The lanes of the overlap mode on a simulated GPU of 132 SMs."""
+    streams = {Lane.PRIMARY: LaneStream(driver.call("stream_create", STREAM_NON_BLOCKING, 0))}
+    if config.decode_overlap == "stream":
+        streams[Lane.PREFILL] = LaneStream(driver.call("stream_create", STREAM_NON_BLOCKING, 0))
+    if config.decode_overlap == "green":
+        partition = split(driver, config.decode_sms or DEFAULT_DECODE_SMS)
+        streams[Lane.PREFILL] = partition.prefill
+        return streams, LaneSizes(partition.decode_sms, partition.prefill_sms, SM_ALIGNMENT)
+    return streams, LaneSizes()

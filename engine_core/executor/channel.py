@@ -46,6 +46,9 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     device: str
     """For people, e.g. "cpu (2 threads)"."""
     load_s: float
+    decode_sms: int = 0
+    prefill_sms: int = 0
+    sm_alignment: int = 0
 
 
 class Plan(msgspec.Struct, tag="plan", array_like=True, frozen=True):

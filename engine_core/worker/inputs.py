@@ -40,18 +40,17 @@ class RowTables:
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
 
-    def apply(self, plan: StepPlan) -> None:
-        """Take over started rows and appended pages."""
+    def apply(self, plan: StepPlan) -> tuple[Int32, Int32, Int32]:
+        """Take over started rows and appended pages; returns the latter as (slots, columns, pages)."""
         for start in plan.starts:
             self._start(start)
         slots = unpack_int32(plan.page_slots, "page_slots")
         pages = unpack_int32(plan.page_ids, "page_ids")
         if len(slots) != len(pages):
             raise ProtocolViolation(f"{len(slots)} page slots came with {len(pages)} pages")
-        if len(slots):
-            self._check_slots(slots, "page_slots")
-            self._check_pages(pages)
-            self._append(slots, pages)
+        self._check_slots(slots, "page_slots")
+        self._check_pages(pages)
+        return slots, self._append(slots, pages), pages
 
     def _start(self, start: RowStart) -> None:
         slot = start.slot
@@ -74,21 +73,17 @@ class RowTables:
         self._prompt_top[slot] = start.sampling.prompt_logprobs
         self._started[slot] = True
 
-    def _append(self, slots: Int32, pages: Int32) -> None:
-        """One page a slot is the usual case; repeated slots take theirs in order."""
-        if len(np.unique(slots)) == len(slots):
-            counts = self._page_counts[slots]
-            if int(counts.max()) >= self.pages.shape[1]:
-                raise ProtocolViolation("a row got more pages than the context needs")
-            self.pages[slots, counts] = pages
-            self._page_counts[slots] = counts + 1
-            return
-        for slot, page in zip(slots.tolist(), pages.tolist(), strict=True):
-            count = int(self._page_counts[slot])
-            if count >= self.pages.shape[1]:
-                raise ProtocolViolation("a row got more pages than the context needs")
-            self.pages[slot, count] = page
-            self._page_counts[slot] = count + 1
+    def _append(self, slots: Int32, pages: Int32) -> Int32:
+        """Columns that the pages went to. One page a slot is the usual case; repeated slots take theirs in order."""
+        if len(slots) and len(np.unique(slots)) < len(slots):
+            pairs = zip(slots, pages, strict=True)
+            return np.concatenate([self._append(np.array([slot]), np.array([page])) for slot, page in pairs])
+        columns = self._page_counts[slots]
+        if len(columns) and int(columns.max()) >= self.pages.shape[1]:
+            raise ProtocolViolation("a row got more pages than the context needs")
+        self.pages[slots, columns] = pages
+        self._page_counts[slots] = columns + 1
+        return columns
 
     def decode_slots(self, plan: StepPlan) -> Int32:
         slots = unpack_int32(plan.decode_slots, "decode_slots")

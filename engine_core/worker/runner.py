@@ -85,13 +85,14 @@ class Runner:
         """Enqueue one plan. A recoverable failure becomes part of the step's result; all else ends the worker."""
         started = self._now()
         self._admit(plan)
-        self._tables.apply(plan)
+        appended = self._tables.apply(plan)
         decode = self._tables.decode_slots(plan)
         mixed = [] if plan.prefill_lane else plan.chunks
         batch = self._tables.batch(plan.step, Lane.PRIMARY, decode, mixed)
         flight = StepFlight(plan.step, Owned(f"step {plan.step}"), plan.step % self._rings, batch, started)
         self._steps.append(flight)
         self._start_rows(plan)
+        self._compute.append_pages(*appended)
         self._join_if_complete(flight)
         if plan.prefill_lane and plan.chunks:
             self._launch_prefill(plan.step, plan.chunks)

@@ -63,7 +63,11 @@ def device_opener(device: str) -> OpenDevice:
         from engine_core.device import fake
 
         return fake.open_device
-    raise ConfigError(f"--device {device} can't be served by this version; use cpu or fake")
+    if kind == "cuda":
+        from engine_core.device.cuda import opening
+
+        return opening.open_device
+    raise ConfigError(f"--device {device} is unknown; use cpu, cuda, cuda:N or fake")
 
 
 def build_runner(device: Device, config: WorkerConfig, abort: Abort, now: Callable[[], float]) -> Runner:
@@ -198,7 +202,9 @@ def _serve(frames: ZmqFrames, channel: FrameChannel, rank: int, control_fd: int 
         refused = isinstance(error, ConfigError)
         channel.send(Farewell(str(error) if refused else describe_chain(error), config_error=refused))
         return EXIT_REFUSED if refused else EXIT_FAILED
-    channel.send(Ready(device.total_pages, device.max_model_len, device.dtype, device.name, time.monotonic() - started))
+    loaded = time.monotonic() - started
+    lanes = (device.lanes.decode_sms, device.lanes.prefill_sms, device.lanes.sm_alignment)
+    channel.send(Ready(device.total_pages, device.max_model_len, device.dtype, device.name, loaded, *lanes))
     worker = Worker(channel, runner, watchdog, fail_stop.abort, wait_timeout=config.gpu_wait_timeout)
     _loop(frames, worker, device)
     return 0

@@ -1,7 +1,7 @@
 """What a row brings to the device when it starts: its pages, its sampling parameters, its counts.
 
-Owns the copies of row state into the device's tables by slot. They are rare (once a row), so each takes pinned memory of
-its own, which torch's host allocator reuses only after the copy.
+Owns the copies of row state into the device's tables by slot. They are rare (once a row), so each takes pinned memory
+of its own, which torch's host allocator reuses only after the copy.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""The CUDA device: real weights, real streams, graphs. Nothing here is imported on a machine without a GPU."""

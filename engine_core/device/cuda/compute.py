@@ -1,0 +1,261 @@
+"""The work of a CUDA worker: graph replays over persistent buffers, one staging copy a step.
+
+Owns the graphs, their inputs and outputs, and which graph a batch takes: decode rows alone replay a decode graph of the
+partition in force; anything with chunks replays a ragged graph of its lane, behind FlashInfer's plan; drawing replays a
+head graph on the primary lane. Orders nothing between lanes: the runner does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine_core.device.base import Batch, PromptRows, Sampled
+from engine_core.device.cuda.described import PinnedLogprobs, PinnedPrompt, describe, describe_prompt
+from engine_core.device.cuda.graphs import bucket_of
+from engine_core.device.cuda.rows import DeviceRows
+from engine_core.device.cuda.staging import Staging
+from engine_core.ops.cuda.decoder import CudaDecoder
+from engine_core.ops.cuda.kernel import KernelError
+from engine_core.ops.cuda.prefill import PagedPrefill
+from engine_core.ops.cuda.sampling import Sampler
+from engine_core.step import Lane, RowStart
+
+_cuda: Any = torch.cuda  # torch's annotations of streams are incomplete
+Int32 = npt.NDArray[np.int32]
+Replay = Callable[[], None]
+
+
+class NonFiniteLogits(ArithmeticError):
+    """A row's logits hold NaN or infinity, or its parameters leave nothing to draw."""
+
+
+@dataclass(slots=True)
+class LaneWork:
+    """What one lane's ragged forwards need."""
+
+    stream: Any
+    """torch's view of the lane's stream."""
+    staging: Staging
+    prefill: PagedPrefill
+    residual: torch.Tensor
+    """bf16 [largest bucket, H]: the last ragged forward's final rows."""
+    picked: list[torch.Tensor]
+    """bf16 [rows, H] by ring slot: the rows that sample."""
+    tokens: list[torch.Tensor]
+    """Pinned int32 [rows] by ring slot."""
+    ragged: dict[int, Replay] = field(default_factory=dict)
+    """By bucket of tokens."""
+    logprobs: dict[int, PinnedLogprobs | None] = field(default_factory=dict)
+    prompts: dict[int, list[PinnedPrompt]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Heads:
+    """The primary lane's drawing: static inputs, logits and drawn tokens."""
+
+    rows: torch.Tensor
+    """bf16 [rows, H]: what is turned into logits."""
+    tokens: torch.Tensor
+    """int32 [rows]."""
+    graphs: dict[int, Replay] = field(default_factory=dict)
+
+
+class CudaCompute:
+    """See `device.base.Compute`."""
+
+    def __init__(
+        self,
+        *,
+        decoder: CudaDecoder,
+        sampler: Sampler,
+        rows: DeviceRows,
+        lanes: dict[Lane, LaneWork],
+        heads: Heads,
+        decode: dict[bool, dict[int, Replay]],
+        row_buckets: list[int],
+        token_buckets: list[int],
+        page_table: torch.Tensor,
+        close: Callable[[], None],
+    ) -> None:
+        """`decode[beside_prefill]`: the decode graphs by bucket of rows. `close` destroys streams and contexts."""
+        self._decoder = decoder
+        self._sampler = sampler
+        self._rows = rows
+        self._lanes = lanes
+        self._primary = lanes[Lane.PRIMARY]
+        self._heads = heads
+        self._decode = decode
+        self._row_buckets = row_buckets
+        self._token_buckets = token_buckets
+        self._page_table = page_table
+        self._close = close
+        self._appended: list[tuple[Int32, Int32, Int32]] = []
+
+    # ------------------------------ rows
+
+    def start_row(self, start: RowStart) -> None:
+        with _cuda.stream(self._primary.stream):
+            self._rows.start(start)
+
+    def end_rows(self, slots: list[int]) -> None:
+        """Nothing to do: `start_row` overwrites all that a slot holds."""
+
+    def append_pages(self, slots: Int32, columns: Int32, pages: Int32) -> None:
+        if len(slots):
+            self._appended.append((slots, columns, pages))
+
+    def _stage_pages(self, fields: dict[str, npt.NDArray[Any]], room: int) -> None:
+        """Pages appended since the last forward, as flat table targets; the unused rest goes to the scratch row."""
+        width = self._page_table.shape[1]
+        fields["targets"][:room] = (self._page_table.shape[0] - 1) * width
+        fields["pages"][:room] = 0
+        filled = 0
+        for slots, columns, pages in self._appended:
+            if filled + len(slots) > room:
+                self._rows.append_pages(slots, columns, pages)
+                continue
+            end = filled + len(slots)
+            fields["targets"][filled:end] = slots.astype(np.int64) * width + columns
+            fields["pages"][filled:end] = pages
+            filled = end
+        self._appended.clear()
+
+    # ------------------------------ forward
+
+    def forward(self, batch: Batch, ring: int) -> None:
+        if batch.lane is Lane.PRIMARY and batch.decode_rows == len(batch.slots):
+            self._forward_decode(batch)
+        else:
+            self._forward_ragged(batch, ring)
+
+    def _forward_decode(self, batch: Batch) -> None:
+        rows = len(batch.slots)
+        bucket = bucket_of(self._row_buckets, rows)
+        staging = self._primary.staging
+        fields = staging.begin()
+        with _cuda.stream(self._primary.stream):
+            self._stage_pages(fields, bucket)
+            fields["slots"][:rows], fields["slots"][rows:bucket] = batch.slots, -1
+            fields["positions"][:rows], fields["positions"][rows:bucket] = batch.starts, 0
+            self._stage_samples(fields, batch, bucket)
+            staging.send(tokens=False)
+            self._decode[batch.beside_prefill][bucket]()
+
+    def _stage_samples(self, fields: dict[str, npt.NDArray[Any]], batch: Batch, bucket: int) -> None:
+        """Slots that draw and the position of their newest token: the drawn one stands behind it."""
+        count = len(batch.sample_rows)
+        fields["sample_slots"][:count] = batch.slots[batch.sample_rows]
+        fields["sample_slots"][count:bucket] = -1
+        fields["sample_positions"][:count] = batch.sample_positions - 1
+        fields["sample_positions"][count:bucket] = 0
+
+    def _forward_ragged(self, batch: Batch, ring: int) -> None:
+        lane = self._lanes[batch.lane]
+        fields = lane.staging.begin()
+        with _cuda.stream(lane.stream):
+            bucket = self._stage_tokens(fields, batch)
+            lane.prefill.plan(batch.starts.tolist(), batch.lengths.tolist(), list(batch.page_tables[batch.slots]))
+            lane.staging.send(tokens=True)
+            lane.ragged[bucket]()
+            torch.index_select(lane.residual, 0, lane.staging.on_device["picks"], out=lane.picked[ring])
+            ends = np.cumsum(batch.lengths)
+            lane.prompts[ring] = [
+                self._describe_prompt(lane.residual, int(ends[rows.row] - batch.lengths[rows.row]), rows)
+                for rows in batch.prompt_logprobs
+            ]
+
+    def _stage_tokens(self, fields: dict[str, npt.NDArray[Any]], batch: Batch) -> int:
+        """Inputs by token; decode rows' ids (-1) are read on the device. Returns the bucket of tokens."""
+        total, decode = int(batch.lengths.sum()), batch.decode_rows
+        bucket = bucket_of(self._token_buckets, total)
+        ends = np.cumsum(batch.lengths)
+        if batch.lane is Lane.PRIMARY:
+            self._stage_pages(fields, len(fields["pages"]))
+        fields["ids"][:decode], fields["ids"][decode:total], fields["ids"][total:bucket] = -1, batch.ids, 0
+        fields["token_slots"][:total], fields["token_slots"][total:bucket] = np.repeat(batch.slots, batch.lengths), -1
+        fields["token_positions"][:total] = np.arange(total) + np.repeat(
+            batch.starts - (ends - batch.lengths), batch.lengths
+        )
+        fields["token_positions"][total:bucket] = 0
+        picks = ends[batch.sample_rows] - 1
+        fields["picks"][: len(picks)], fields["picks"][len(picks) :] = picks, 0
+        return bucket
+
+    def _describe_prompt(self, residual: torch.Tensor, first: int, rows: PromptRows) -> PinnedPrompt:
+        return describe_prompt(self._decoder.logits, residual[first : first + len(rows.targets)], rows)
+
+    # ------------------------------ drawing
+
+    def sample(self, batch: Batch, ring: int) -> None:
+        count = len(batch.sample_rows)
+        lane = self._lanes[batch.lane]
+        lane.logprobs[ring] = None
+        if count == 0:
+            return
+        bucket = bucket_of(self._row_buckets, count)
+        with _cuda.stream(self._primary.stream):
+            if batch.lane is not Lane.PRIMARY or batch.decode_rows != len(batch.slots):
+                self._take_picked(batch, lane.picked[ring], bucket)
+            tops = self._rows.logprobs[batch.slots[batch.sample_rows]]
+            if (tops >= 0).any():
+                lane.logprobs[ring] = self._draw_described(bucket, tops)
+            else:
+                self._heads.graphs[bucket]()
+            lane.tokens[ring][:count].copy_(self._heads.tokens[:count], non_blocking=True)
+
+    def _take_picked(self, batch: Batch, picked: torch.Tensor, bucket: int) -> None:
+        """Rows of a ragged forward become the head's input, on the primary lane."""
+        fields = self._primary.staging.begin()
+        self._stage_pages(fields, len(fields["pages"]))
+        self._stage_samples(fields, batch, bucket)
+        self._primary.staging.send(tokens=False)
+        self._apply_pages()
+        self._heads.rows[:bucket].copy_(picked[:bucket])
+
+    def _apply_pages(self) -> None:
+        staged = self._primary.staging.on_device
+        self._page_table.view(-1).index_copy_(0, staged["targets"], staged["pages"])
+
+    def _draw_described(self, bucket: int, tops: Int32) -> PinnedLogprobs:
+        """Draw outside the graph, keeping the raw logits of the rows that want to know."""
+        staged, heads = self._primary.staging.on_device, self._heads
+        logits = self._decoder.logits(heads.rows[:bucket])
+        asked = np.flatnonzero(tops >= 0)
+        index = torch.from_numpy(asked).pin_memory().to(logits.device, non_blocking=True)
+        raw = logits[index]
+        self._sampler(
+            logits, staged["sample_slots"][:bucket], staged["sample_positions"][:bucket], heads.tokens[:bucket]
+        )
+        return describe(raw, heads.tokens[index], asked, tops[asked])
+
+    def read(self, batch: Batch, ring: int) -> Sampled:
+        lane = self._lanes[batch.lane]
+        tokens = lane.tokens[ring][: len(batch.sample_rows)].numpy().copy()
+        if (tokens < 0).any():
+            slots = batch.slots[batch.sample_rows][tokens < 0].tolist()
+            raise NonFiniteLogits(f"the logits of the rows in slots {slots} leave nothing to draw (NaN or infinite)")
+        described = lane.logprobs.pop(ring)
+        prompts = [prompt.block() for prompt in lane.prompts.pop(ring, [])]
+        return Sampled(tokens, None if described is None else described.block(), prompts)
+
+    # ------------------------------ errors and the end
+
+    def is_fatal(self, error: BaseException) -> bool:
+        """Out of memory and plain Python errors are recoverable; anything else that CUDA says is not (rule O14)."""
+        if isinstance(error, _cuda.OutOfMemoryError):
+            return False
+        return isinstance(error, KernelError | torch.AcceleratorError) or (
+            isinstance(error, RuntimeError) and "cuda" in str(error).lower()
+        )
+
+    def close(self) -> None:
+        for lane in self._lanes.values():
+            lane.staging.close()
+        self._decode.clear()
+        self._close()
