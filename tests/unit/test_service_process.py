@@ -297,6 +297,8 @@ async def test_a_core_dies_with_its_supervisor(folder: Path) -> None:
         parent.kill()
         parent.wait(GUARD_S)
     _, alive = await asyncio.to_thread(psutil.wait_procs, children, GUARD_S)
+    for process in alive:
+        process.kill()
     assert alive == []
 
 
