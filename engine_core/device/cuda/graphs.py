@@ -1,8 +1,8 @@
 """CUDA graphs of a worker: what is captured, on which stream, and where its memory lives.
 
 Owns capture and the pools (rules L2, L3, S3): capture happens at start only, on the lane's stream, largest bucket
-first, so that smaller ones reuse its memory. A graph stays bound to the SMs and the priority of the stream it was captured on,
-wherever it is replayed.
+first, so that smaller ones reuse its memory. A graph stays bound to the SMs and the priority of the stream it was
+captured on, wherever it is replayed.
 """
 
 from __future__ import annotations
