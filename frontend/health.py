@@ -37,15 +37,14 @@ class HealthService:
         self._watchers: dict[_Watcher, None] = {}
 
     async def tell(self, serving: bool) -> None:
-        """Change the status; returns when every watcher has been told, or after TELL_S."""
+        """Set the status; returns when every watcher has been told, or after TELL_S."""
         status = SERVING if serving else NOT_SERVING
-        if status == self._status:
-            return
-        self._status = status
         watchers = list(self._watchers)
-        for watcher in watchers:
-            watcher.told.clear()
-            watcher.changed.set()
+        if status != self._status:
+            self._status = status
+            for watcher in watchers:
+                watcher.told.clear()
+                watcher.changed.set()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(TELL_S):
                 for watcher in watchers:

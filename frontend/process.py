@@ -23,7 +23,7 @@ import uvloop
 from frontend import listeners
 from frontend.chat_template import ChatTemplate
 from frontend.config import ConfigError, FrontendConfig
-from frontend.engine_client import ClientState, EngineClient
+from frontend.engine_client import EngineClient
 from frontend.generate import generate
 from frontend.health import HealthService
 from frontend.http_server import HttpServer
@@ -73,18 +73,19 @@ async def _serve(
 ) -> int:
     signals = Signals()
     client = EngineClient(config.engine_address, engine_timeout=config.engine_timeout)
+    health = HealthService(SERVICE)
     served = Served(
         names=config.served_model_name or (config.model,),
         tokenizer=tokenizer,
         template=template,
         engine=client,
         start=functools.partial(generate, client, tokenizer),
+        on_lost=functools.partial(health.tell, False),
         metrics=Metrics(),
         clock=time.monotonic,
         request_timeout=config.request_timeout,
     )
-    health = HealthService(SERVICE)
-    client.on_state(lambda state: health.tell(state is ClientState.SERVING and served.health is Health.SERVING))
+    client.on_state(lambda _: health.tell(served.health is Health.SERVING))
     listener = listeners.bind(config.host, config.port)
     http = listeners.HttpListener(_application(served, config), listener)
     text = TextService(served, _new_id)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import AsyncIterator, Callable, Sequence
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Protocol
@@ -81,11 +82,15 @@ class Served:
         template: ChatTemplate | None,
         engine: Engine,
         start: Callable[[TextRequest], Answer],
+        on_lost: Callable[[], Awaitable[None]],
         metrics: Metrics,
         clock: Callable[[], float],
         request_timeout: float | None = None,
     ) -> None:
-        """`names[0]` is the one reported; `start` sends a request to the engine core; `clock` and times in seconds."""
+        """`names[0]` is the one reported; `start` sends a request to the engine core; `clock` and times in seconds.
+
+        `on_lost` tells whoever watches health that it has turned; it is waited for.
+        """
         self.names = tuple(names)
         self.tokenizer = tokenizer
         self.metrics = metrics
@@ -93,6 +98,8 @@ class Served:
         self._template = template
         self._engine = engine
         self._start = start
+        self._on_lost = on_lost
+        self._lost: engine_pb2.GetInfoResponse | None = None
         self._clock = clock
         self._request_timeout = request_timeout
         self._draining = False
@@ -103,7 +110,11 @@ class Served:
 
     @property
     def health(self) -> Health:
-        return Health.DRAINING if self._draining else _HEALTH[self._engine.state]
+        if self._draining:
+            return Health.DRAINING
+        if self._lost is not None and self._lost is self._engine.info:
+            return Health.DEAD
+        return _HEALTH[self._engine.state]
 
     @property
     def max_model_len(self) -> int:
@@ -163,7 +174,8 @@ class Served:
         answer = self._start(request)
         self.metrics.open_requests += 1
         self._idle.clear()
-        return OpenRequest(answer, len(request.prompt_ids), self.metrics, self._clock, self._ended)
+        given_up = functools.partial(self._given_up, self._engine.info)
+        return OpenRequest(answer, len(request.prompt_ids), self.metrics, self._clock, given_up, self._ended)
 
     def drain(self) -> None:
         """Refuse new requests from now on; health says so at once."""
@@ -172,6 +184,14 @@ class Served:
     async def idle(self) -> None:
         """Returns when no request is open."""
         await self._idle.wait()
+
+    async def _given_up(self, session: engine_pb2.GetInfoResponse | None) -> None:
+        """The engine core gave up a request of that session, so it is on its way down: until there is another session
+        health says so, and does before the request's client hears of it."""
+        if session is self._engine.info:
+            self._lost = session
+        if self.health is not Health.SERVING:
+            await self._on_lost()
 
     def _ended(self) -> None:
         self.metrics.open_requests -= 1
@@ -188,12 +208,14 @@ class OpenRequest:
         prompt_tokens: int,
         metrics: Metrics,
         clock: Callable[[], float],
+        on_given_up: Callable[[], Awaitable[None]],
         on_end: Callable[[], None],
     ) -> None:
         self._answer = answer
         self._deltas = aiter(answer)
         self._metrics = metrics
         self._clock = clock
+        self._on_given_up = on_given_up
         self._on_end = on_end
         self._started = self._last = clock()
         self._first = True
@@ -215,8 +237,10 @@ class OpenRequest:
         """Returns once the engine core has queued the request; raises ApiError if it refuses."""
         try:
             await self._answer.accepted()
-        except ApiError:
+        except ApiError as error:
             self._outcome = "rejected"
+            if error.code is Code.UNAVAILABLE:
+                await self._on_given_up()
             raise
 
     def __aiter__(self) -> OpenRequest:
@@ -225,8 +249,10 @@ class OpenRequest:
     async def __anext__(self) -> list[Delta]:
         try:
             deltas = await anext(self._deltas)
-        except ApiError:
+        except ApiError as error:
             self._outcome = "failed"
+            if error.code is Code.UNAVAILABLE:
+                await self._on_given_up()
             raise
         self._measure(deltas)
         return deltas

@@ -17,7 +17,7 @@ from frontend.listeners import HttpListener, bind, http_address
 from frontend.metrics import Metrics
 from frontend.openai_api import OpenAiApi
 from frontend.request import ApiError, Delta, TextRequest, TokenLogprob, Usage
-from frontend.serving import Served
+from frontend.serving import Health, Served
 from frontend.status_pages import StatusPages
 from frontend.tokenizer import Tokenizer
 
@@ -143,12 +143,14 @@ class Site:
         if template_source is not None:
             template = ChatTemplate(template_source, self.tokenizer.named_tokens)
         self.time = 0.0
+        self.told_health: list[Health] = []
         self.served = Served(
             names=("austen", "tiny/alias"),
             tokenizer=self.tokenizer,
             template=template if with_template else None,
             engine=self.engine,
             start=self.script.start,
+            on_lost=self._lose,
             metrics=self.metrics,
             clock=lambda: self.time,
         )
@@ -156,6 +158,9 @@ class Site:
         api = OpenAiApi(self.served, lambda: NOW, lambda: f"id{next(ids)}")
         pages = StatusPages(self.served, "1.2.3")
         self.app = HttpServer({**api.routes(), **pages.routes()}, MAX_BODY)
+
+    async def _lose(self) -> None:
+        self.told_health.append(self.served.health)
 
     def client(self) -> httpx.AsyncClient:
         """A client of the application without a socket; a stream's events arrive all at once at its end."""

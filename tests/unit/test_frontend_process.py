@@ -17,7 +17,9 @@ import grpc.aio
 import httpx
 import pytest
 import pytest_asyncio
+from greenlane.engine.v1 import engine_pb2 as pb
 from greenlane.text.v1 import text_pb2, text_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from frontend.__main__ import main
 from tests.unit.scripted_engine import FIXTURE, ScriptedEngine, ScriptedSession, finish, info, listening, socket_folder
@@ -195,6 +197,29 @@ async def test_lost_engine(folder: Path) -> None:
             await answer(session, 1)
             assert (await asking).status_code == 200
             await client.aclose()
+
+
+@pytest.mark.e2e
+async def test_dying_engine(folder: Path) -> None:
+    """Red if the engine core's last words reach a client before health has turned, on either edge."""
+    engine = ScriptedEngine(info())
+    async with listening(engine, folder / "engine"), front(folder) as process:
+        session = await engine.session()
+        await process.ready()
+        options = [("grpc.enable_http_proxy", 0)]
+        async with process.client() as client, grpc.aio.insecure_channel(process.grpc, options=options) as channel:
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+            asking = asyncio.ensure_future(ask(client))
+            add = await session.next_add()
+            error = pb.Error(code=14, message="the worker was killed")
+            await session.send(accepted=[add.number], finishes=[finish(add.number, "ERROR", error=error)])
+            assert (await asking).status_code == 503
+            assert (await client.get("/health")).status_code == 503
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            session.end()
+            await engine.session()
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
 
 
 @pytest.mark.e2e

@@ -12,10 +12,12 @@ import httpx
 import openai
 import pytest
 import pytest_asyncio
+from greenlane.engine.v1 import engine_pb2 as pb
 
 from frontend.engine_client import ClientState
 from frontend.http_server import Exchange, HttpServer
 from frontend.request import ApiError, Code
+from frontend.serving import Health
 from tests.unit.scripted_answers import HANG_GUARD_S, MAX_BODY, Site, gated, until, words
 
 CANARY = "the-canary-sang-at-dawn"
@@ -269,6 +271,24 @@ async def test_health_follows_the_engine(client: httpx.AsyncClient, site: Site) 
         for path in ("/health", "/ping"):
             response = await client.get(path)
             assert (response.status_code, response.json()["status"]) == (status, word)
+
+
+async def test_health_turns_before_a_client_hears(client: httpx.AsyncClient, site: Site) -> None:
+    """Red if a client can learn of the engine core's end while health says yes, or something else turns health."""
+    site.script.steps = [*words("a", "b")[:1], ApiError(Code.INTERNAL, "this one failed")]
+    assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 500
+    assert ((await client.get("/health")).status_code, site.told_health) == (200, [])
+    site.script.steps = [*words("a", "b")[:1], ApiError(Code.UNAVAILABLE, "the worker was killed")]
+    assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 503
+    assert site.told_health == [Health.DEAD]
+    assert (await client.get("/health")).status_code == 503
+    site.script.steps = [None, ApiError(Code.UNAVAILABLE, "the engine core was lost")]
+    late = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "x"}))
+    await until(lambda: len(site.script.answers) == 3)
+    site.engine.info = pb.GetInfoResponse()  # the welcome of a new session
+    assert (await client.get("/health")).status_code == 200
+    site.script.answers[-1].release()
+    assert ((await late).status_code, (await client.get("/health")).status_code) == (503, 200)
 
 
 async def test_pages(client: httpx.AsyncClient) -> None:
