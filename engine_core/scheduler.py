@@ -112,8 +112,8 @@ class Scheduler:
         return sequences
 
     def abort(self, session: int, numbers: tuple[int, ...]) -> list[Ended]:
-        """End these sequences; unknown and finished numbers are ignored. They are in no later plan."""
-        found = [self.sequences.find(session, number) for number in numbers]
+        """End these sequences; unknown, finished and repeated numbers are ignored. They are in no later plan."""
+        found = [self.sequences.find(session, number) for number in dict.fromkeys(numbers)]
         return [self.sequences.close(sequence, FINISH_ABORT) for sequence in found if sequence is not None]
 
     def close_session(self, session: int) -> list[Ended]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -87,7 +88,7 @@ class Rig:
         deadline: float | None = None,
         hashes: bytes | None = None,
         sampling: SamplingParams | None = None,
-        **changes: object,
+        **changes: Any,
     ) -> Request:
         """A request with the session's next number; not submitted."""
         ids = np.array(prompt, np.int32)
@@ -98,9 +99,9 @@ class Rig:
             hashes = prefix_chain(ids, self.page_size, salt)
         return Request(session, number, ids, hashes, salt, sampling, priority, deadline)
 
-    def add(self, prompt: list[int], **options: object) -> Request:
+    def add(self, prompt: list[int], **options: Any) -> Request:
         """Submit a request; see `request`."""
-        request = self.request(prompt, **options)  # type: ignore[arg-type]
+        request = self.request(prompt, **options)
         self.engine.submit(request, self.now)
         return request
 

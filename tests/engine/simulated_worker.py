@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -241,8 +242,10 @@ class SimulatedWorker:
             launched=start.cached,
             output=len(ids) - start.prompt_len,
         )
+        expected = 1
         for position in range(start.cached):
-            if self._read(row, position) != history(ids[: position + 1]):
+            expected = digest(expected, ids[position])
+            if self._read(row, position) != expected:
                 raise BrokenPlan(f"position {position} of slot {start.slot} isn't in its cached pages (rule O8)")
         self.rows[start.slot] = row
 
@@ -359,9 +362,9 @@ def _bytes(values: list[int]) -> bytes:
     return np.array(values, "<i4").tobytes()
 
 
-def params(**changes: object) -> SamplingParams:
+def params(**changes: Any) -> SamplingParams:
     """Plain sampling parameters with some changed."""
-    values: dict[str, object] = {
+    values: dict[str, Any] = {
         "temperature": 1.0,
         "top_p": 1.0,
         "top_k": 0,
@@ -382,4 +385,4 @@ def params(**changes: object) -> SamplingParams:
     unknown = changes.keys() - values.keys()
     if unknown:
         raise ValueError(f"no such parameters: {sorted(unknown)}")
-    return SamplingParams(**{**values, **changes})  # type: ignore[arg-type]
+    return SamplingParams(**{**values, **changes})
