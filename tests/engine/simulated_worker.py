@@ -124,6 +124,7 @@ class SimulatedWorker:
         self.fail_prefills: dict[int, str] = {}
         """Causes by step: the batch that it launches on the prefill lane raises."""
         self.dead: str | None = None
+        self.die_at_submit: str | None = None
         self._overlap = overlap
         self._pending: deque[Pending] = deque()
         self._batch: Batch | None = None
@@ -135,6 +136,8 @@ class SimulatedWorker:
     def submit(self, plan: StepPlan) -> None:
         if self.dead is not None:
             raise EngineDead(self.dead)
+        if self.die_at_submit is not None:
+            raise EngineDead(self.die_at_submit)
         if plan.step != len(self.plans) + 1:
             raise BrokenPlan(f"plan {plan.step} follows {len(self.plans)}")
         self.plans.append(plan)
@@ -222,6 +225,10 @@ class SimulatedWorker:
             StepResult(pending.step, _bytes(tokens), logprobs, prefills, pending.step, self._proven_prefill)
         )
         return True
+
+    def hold(self, results: list[StepResult]) -> None:
+        """Results as the test wants them, for the next `collect`."""
+        self._results = results
 
     def finish_all(self) -> None:
         """Execute everything in flight."""
