@@ -66,8 +66,6 @@ class Generation:
         self._wants_prompt = request.sampling.prompt_logprobs is not None
         self.prompt_logprobs: list[TokenLogprob] | None = None
         """One per prompt token, if asked for; complete when the first delta is there."""
-        self.usage = Usage(prompt_tokens=len(request.prompt_ids))
-        """Up to now; final at the end of the iteration."""
 
     async def accepted(self) -> None:
         """Send the request and wait until the engine core has queued it. Raises ApiError if it is refused."""
@@ -84,6 +82,12 @@ class Generation:
         if stream.error is not None and not stream.ready:
             raise stream.error
 
+    @property
+    def usage(self) -> Usage:
+        """Of what was read so far; final at the end of the iteration."""
+        cached = 0 if self._stream is None else self._stream.cached_tokens
+        return Usage(len(self._request.prompt_ids), sum(text.token_count for text in self._texts), cached)
+
     def __aiter__(self) -> Self:
         return self
 
@@ -97,9 +101,8 @@ class Generation:
             while self._unfinished:
                 if self._wants_prompt:
                     await self._read_prompt_logprobs(stream)
-                deltas = self._read(stream)
-                if deltas:
-                    return deltas
+                if stream.ready:
+                    return self._read(stream)
                 if stream.error is not None:
                     raise stream.error
                 await stream.changed()
@@ -123,17 +126,15 @@ class Generation:
     # -------------------------- reading
 
     def _read(self, stream: RequestStream) -> list[Delta]:
+        """Everything unread; there is something."""
+        ready, stream.ready = stream.ready, []
         deltas: list[Delta] = []
-        usage = self.usage
-        for sequence in stream.take_ready():
+        for sequence in ready:
             text = self._texts[sequence.index]
-            before = text.token_count
             deltas += text.read(sequence)
-            usage.completion_tokens += text.token_count - before
             if text.over:
                 self._unfinished -= 1
                 self._client.abort_sequence(sequence)  # still open if a stop string ended it
-        usage.cached_tokens = stream.cached_tokens
         return deltas
 
     async def _read_prompt_logprobs(self, stream: RequestStream) -> None:
@@ -175,6 +176,8 @@ class SequenceText:
         "_include_stop",
         "_matcher",
         "_min_tokens",
+        "_plain",
+        "_push",
         "_special_ids",
         "_stop_ids",
         "_tokenizer",
@@ -186,12 +189,14 @@ class SequenceText:
     def __init__(self, tokenizer: Tokenizer, request: TextRequest, stops: StopStrings | None) -> None:
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer.detokenizer(request.skip_special_tokens)
+        self._push = self._detokenizer.push
         self._matcher = None if stops is None else stops.matcher()
         self._include_stop = request.include_stop
         self._min_tokens = request.sampling.min_tokens or 0
         self._stop_ids = request.sampling.stop_token_ids
         self._special_ids = tokenizer.special_ids
         self._wants_logprobs = request.sampling.logprobs is not None
+        self._plain = stops is None and not self._wants_logprobs
         self.over = False
         self.token_count = 0
 
@@ -202,9 +207,11 @@ class SequenceText:
         """
         tokens, logprobs, finished = sequence.take()
         index = sequence.index
-        if self._matcher is None and not self._wants_logprobs and finished is None:
+        if self._plain and finished is None:
             self.token_count += len(tokens)
-            push = self._detokenizer.push
+            push = self._push
+            if len(tokens) == 1:  # the usual case
+                return [Delta(index, push(tokens[0]), tokens)]
             return [Delta(index, push(token), [token]) for token in tokens]
         deltas = self._deltas(index, tokens, finished)
         if self._wants_logprobs:
@@ -221,7 +228,7 @@ class SequenceText:
         closing = len(tokens) - 1 if finished is not None and self._hidden(finished.stop_token_id) else -1
         for position, token in enumerate(tokens):
             self.token_count += 1
-            delta = Delta(index, "" if position == closing else self._detokenizer.push(token), [token])
+            delta = Delta(index, "" if position == closing else self._push(token), [token])
             deltas.append(delta)
             if self._matcher is not None and self.token_count > self._min_tokens:
                 self._match(delta)

@@ -77,7 +77,7 @@ class RequestStream:
         self.sequences = [Sequence(self, first_number + index, index) for index in range(count)]
         self.unread_limit = unread_limit
         self.ready: list[Sequence] = []
-        """Sequences with something unread, in order of arrival."""
+        """Sequences with something unread, in order of arrival; the reader empties it."""
         self.accepted = False
         self.cached_tokens = 0
         self.prompt_logprobs: list[pb.PromptLogprobs] = []
@@ -105,12 +105,7 @@ class RequestStream:
             if not waiter.done():
                 waiter.set_result(None)
 
-    async def changed(self) -> None:
-        """Wait until there is news. Call only after finding none: what came before isn't announced again."""
-        self._waiter = asyncio.get_running_loop().create_future()
-        await self._waiter
-
-    def take_ready(self) -> list[Sequence]:
-        """The sequences with something unread."""
-        ready, self.ready = self.ready, []
-        return ready
+    def changed(self) -> asyncio.Future[None]:
+        """Done when there is news. Call only after finding none: what came before isn't announced again."""
+        waiter = self._waiter = asyncio.get_running_loop().create_future()
+        return waiter

@@ -15,6 +15,7 @@ from greenlane.engine.v1 import engine_pb2 as pb
 
 from frontend.engine_client import ClientState, EngineClient
 from frontend.request import ApiError, Code, Sampling, TextRequest
+from frontend.session import Session
 from frontend.streams import RequestStream
 from tests.unit.scripted_engine import HANG_GUARD_S, ScriptedEngine, finish, info, listening, socket_folder
 
@@ -356,6 +357,55 @@ async def test_long_prompts_arrive_hashed(client: EngineClient, engine: Scripted
     assert np.frombuffer(add.prompt_ids, "<i4").tolist() == prompt
     assert len(add.prefix_hashes) == 32 * (20_000 // 16)
     assert stream.number == add.number
+
+
+async def test_a_message_at_the_limit_arrives_and_one_beyond_ends_the_session(
+    client: EngineClient, engine: ScriptedEngine
+) -> None:
+    """Case 20. Red if the client's own limit is below the contract's, or an oversized message is let in."""
+    session = await engine.session()
+    stream = await client.submit(TextRequest([1]))
+    await session.next_add()
+    await session.send(tokens=[(1, 7)] * 87_000)  # 12 bytes each
+    while not stream.ready:
+        await stream.changed()
+    assert len(stream.sequences[0].tokens) == 87_000
+    oversized = asyncio.create_task(session.send(tokens=[(1, 7)] * 88_000))
+    assert (await failure(stream)).code is Code.UNAVAILABLE
+    await asyncio.gather(oversized, return_exceptions=True)  # the client may leave before it is written
+    await engine.session()
+
+
+async def test_a_fault_of_our_own_fails_the_requests(
+    client: EngineClient, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red if an unforeseen exception in the reading task leaves requests waiting for ever."""
+    session = await engine.session()
+    stream = await client.submit(TextRequest([1]))
+    await session.next_add()
+
+    def broken(self: Session, message: pb.SessionResponse) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Session, "receive", broken)
+    await session.send(tokens=[(1, 7)])
+    assert (await failure(stream)).code is Code.UNAVAILABLE
+    await engine.session()
+
+
+async def test_a_listener_that_fails_holds_nothing_up(client: EngineClient, engine: ScriptedEngine) -> None:
+    """Red if a broken health service keeps requests from failing."""
+    session = await engine.session()
+    stream = await client.submit(TextRequest([1]))
+    await session.next_add()
+
+    async def broken(state: ClientState) -> None:
+        raise RuntimeError(state.value)
+
+    client.on_state(broken)
+    session.end()
+    assert (await failure(stream)).code is Code.UNAVAILABLE
+    await engine.session()
 
 
 async def test_logs_hold_no_prompt(
