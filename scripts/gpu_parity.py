@@ -3,7 +3,7 @@
     python scripts/gpu_parity.py MODEL [--overlap off|stream|green] [--steps N]
 
 Runs the real runner on the real device with random prompts: chunked prefill, mixed steps, decode at several batch
-sizes, greedy and sampled rows. For each greedy token, the reference's logit of that token must be within BOUND of its largest,
+sizes, greedy and sampled rows. For each greedy token, the reference's logit must be within BOUND of its largest,
 relative to the spread of the reference's logits: bf16 may turn a near tie, nothing more.
 """
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from engine_core.device.driver import Abort, DriverError
 from engine_core.device.drop_queue import DropQueue
-from engine_core.device.lanes import Lanes
+from engine_core.device.lanes import Lanes, NotIdle
 from engine_core.errors import ProtocolViolation, describe_chain
 from engine_core.step import Lane
 
@@ -83,7 +83,7 @@ class LaunchGuard:
                 self._abort(f"{what} failed in the driver", error)
                 raise
             self.quiesce(what, error)
-            traceback.clear_frames(error.__traceback__)
+            _clear_frames(error)
             for work in works:
                 work.to(Ownership.FAILED)
             raise WorkFailed(f"{what} failed: {describe_chain(error)}") from None
@@ -92,9 +92,21 @@ class LaunchGuard:
         """Prove every lane idle, then release what was deferred; abort when that can't be proven (rules O1, O9)."""
         try:
             self._lanes.synchronize()
-        except DriverError as second:
-            cause = f"{what}: the lanes can't be synchronized ({second})"
+        except NotIdle as second:
+            cause = f"{what}: the lanes can't be synchronized"
             self._abort(cause if first is None else f"{cause} after {describe_chain(first)}", second)
             raise
         for lane in Lane:
             self._drops.release(lane, self._lanes.proven(lane))
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Let go of what the frames of an error and of all its causes hold (rule O2)."""
+    pending, seen = [error], set[int]()
+    while pending:
+        current = pending.pop()
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        traceback.clear_frames(current.__traceback__)
+        pending += [cause for cause in (current.__cause__, current.__context__) if cause is not None]

@@ -23,6 +23,10 @@ class EventSetupError(Exception):
     """
 
 
+class NotIdle(Exception):
+    """Lanes that could not be synchronized, each with its status (rule O9): nothing is known of their work."""
+
+
 @dataclass(frozen=True, slots=True)
 class LaneStream:
     """Where a lane's work goes: a stream and, for a Green Context's stream, the context that must record its events."""
@@ -38,6 +42,8 @@ class Completion:
     lane: Lane
     sequence: int
     event: Any
+    covers: int
+    """The lane's launches behind which the event stands."""
     watched: bool = False
     """A completion thread blocks on the event: it may not be destroyed yet."""
 
@@ -59,6 +65,9 @@ class Lanes:
         self._abort = abort
         self._launched = dict.fromkeys(Lane, 0)
         self._proven = dict.fromkeys(Lane, 0)
+        self._launches = dict.fromkeys(Lane, 0)
+        self._proven_launches = dict.fromkeys(Lane, 0)
+        """A step launches into a lane more than once; steps alone couldn't say whether all of it is proven."""
         self._parked: list[Completion] = []
 
     def has(self, lane: Lane) -> bool:
@@ -72,9 +81,14 @@ class Lanes:
         """The newest step with work enqueued on the lane."""
         return self._launched[lane]
 
-    def launching(self, lane: Lane, sequence: int) -> None:
-        """Work of this step is about to be enqueued on the lane: from now on the lane counts as having work."""
-        self._launched[lane] = sequence
+    def launching(self, lane: Lane, sequence: int | None = None) -> None:
+        """Work is about to be enqueued on the lane: from now on it counts as having work.
+
+        `sequence` is the step whose own work it is; None for what goes ahead of the next step's own.
+        """
+        if sequence is not None:
+            self._launched[lane] = sequence
+        self._launches[lane] += 1
 
     def order_after(self, lane: Lane, completion: Completion) -> None:
         """Work enqueued on the lane from now on starts after the completion (rule O1)."""
@@ -95,7 +109,7 @@ class Lanes:
             except DriverError as second:
                 text += f"; then {second}"
             raise EventSetupError(text) from error
-        return Completion(lane, sequence, event)
+        return Completion(lane, sequence, event, self._launches[lane])
 
     def done(self, completion: Completion) -> bool:
         """Whether the completion is proven; anything but success or "not ready" aborts (rule E3)."""
@@ -105,7 +119,7 @@ class Lanes:
         except DriverError as error:
             self._abort(f"the completion of step {completion.sequence} can't be proven", error)
             raise
-        self._prove(completion.lane, completion.sequence)
+        self._prove(completion.lane, completion.sequence, completion.covers)
         return True
 
     def discard(self, completion: Completion) -> None:
@@ -124,17 +138,18 @@ class Lanes:
                 log.warning("a completion event leaks", extra={"fields": fields})
 
     def synchronize(self) -> None:
-        """Block until every lane with launched, unproven work is proven idle. Raises DriverError when one can't be."""
-        failure: DriverError | None = None
+        """Block until every lane with launched, unproven work is proven idle. Raises NotIdle when one can't be."""
+        failures: list[str] = []
         for lane, target in self._streams.items():
-            if self._launched[lane] > self._proven[lane]:
+            if self._launches[lane] > self._proven_launches[lane]:
                 try:
                     self._driver.stream_wait(target.stream)
-                    self._prove(lane, self._launched[lane])
+                    self._prove(lane, self._launched[lane], self._launches[lane])
                 except DriverError as error:
-                    failure = failure or error
-        if failure is not None:
-            raise failure
+                    failures.append(f"lane {lane.name}: {error}")
+        if failures:
+            raise NotIdle("; ".join(failures))
 
-    def _prove(self, lane: Lane, sequence: int) -> None:
+    def _prove(self, lane: Lane, sequence: int, launches: int) -> None:
         self._proven[lane] = max(self._proven[lane], sequence)
+        self._proven_launches[lane] = max(self._proven_launches[lane], launches)

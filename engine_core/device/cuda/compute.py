@@ -7,6 +7,7 @@ head graph on the primary lane. Orders nothing between lanes: the runner does.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -255,7 +256,15 @@ class CudaCompute:
         )
 
     def close(self) -> None:
+        """Graphs and buffers go before the streams: torch marks freed pinned memory on the streams that used it."""
+        self._let_go()
+        gc.collect()
+        _cuda.synchronize()
+        self._close()
+
+    def _let_go(self) -> None:
         for lane in self._lanes.values():
             lane.staging.close()
+        self._lanes.clear()
         self._decode.clear()
-        self._close()
+        del self._primary, self._heads, self._rows, self._sampler, self._decoder

@@ -75,17 +75,21 @@ class _Opened:
 
 
 def open_device(config: WorkerConfig, watch: Watch, progress: Progress) -> Device:
-    """Make the GPU ready to serve. Raises ConfigError for what can't be had, naming what would work."""
+    """Make the GPU ready to serve. Raises ConfigError for what can't be had, naming what would work.
+
+    After an error the process must end: streams are left to the driver then, since buffers of unfinished frames still
+    name them.
+    """
     model = load_model_config(Path(config.model))
     ordinal = int(config.device.partition(":")[2] or 0)
     properties = _check(config, model, ordinal)
     _cuda.set_device(ordinal)
     torch.zeros(1, device="cuda")  # makes the context current
     driver = Driver(CudaTable(ordinal), watch)
-    with ExitStack() as created:
-        opened = _open(config, model, ordinal, properties.multi_processor_count, driver, created, progress)
-        max_model_len, kv = _kv_cache(opened, progress)
-        compute = _compute(opened, kv, created, progress)
+    created = ExitStack()
+    opened = _open(config, model, ordinal, properties.multi_processor_count, driver, created, progress)
+    max_model_len, kv = _kv_cache(opened, progress)
+    compute = _compute(opened, kv, created, progress)
     return Device(
         driver=driver,
         streams=opened.streams,
