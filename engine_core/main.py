@@ -296,6 +296,9 @@ def ready_info(base: pb.GetInfoResponse, config: EngineConfig, limits: ModelLimi
     info.dtype = ready.dtype
     info.device = ready.device
     info.total_pages = ready.total_pages
+    info.lanes.decode_sms = ready.decode_sms
+    info.lanes.prefill_sms = ready.prefill_sms
+    info.lanes.sm_alignment = ready.sm_alignment
     info.limits.max_model_len = limits.max_model_len
     return info
 

@@ -22,6 +22,9 @@ import rich.console
 import rich.table
 
 PROBE_S = 120.0
+LANE_CAPABILITY = "9.0"
+SM_ALIGNMENT = 8
+"""Green Context partitions there: the smallest and the step."""
 GIB = 1 << 30
 
 
@@ -109,7 +112,15 @@ def _lanes(probed: dict[str, Any] | str) -> Finding:
     """Lane modes that this version serves on this machine."""
     if isinstance(probed, str) or not probed["gpus"]:
         return Finding("lane modes", None, "off (stream and green need a GPU)")
-    return Finding("lane modes", None, "off (this version serves no lanes on a GPU yet)")
+    served = [gpu for gpu in probed["gpus"] if gpu["capability"] == LANE_CAPABILITY]
+    if not served:
+        return Finding("lane modes", None, f"off (the kernels are made for compute capability {LANE_CAPABILITY})")
+    largest = (served[0]["sms"] - SM_ALIGNMENT) // SM_ALIGNMENT * SM_ALIGNMENT
+    return Finding(
+        "lane modes",
+        None,
+        f"off, stream, green with --decode-sms {SM_ALIGNMENT} to {largest} of {served[0]['sms']} in steps of {SM_ALIGNMENT}",
+    )
 
 
 def _model(model: str, device: str) -> Finding:

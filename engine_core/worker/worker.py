@@ -64,8 +64,13 @@ def device_opener(device: str) -> OpenDevice:
 
         return fake.open_device
     if kind == "cuda":
-        from engine_core.device.cuda import opening
-
+        try:
+            from engine_core.device.cuda import opening
+        except ImportError as error:
+            raise ConfigError(
+                f"--device {device} needs an NVIDIA GPU and the cuda extra ({error}): pip install 'greenlane[cuda]', "
+                "or use --device cpu"
+            ) from error
         return opening.open_device
     raise ConfigError(f"--device {device} is unknown; use cpu, cuda, cuda:N or fake")
 
