@@ -116,11 +116,8 @@ def _lanes(probed: dict[str, Any] | str) -> Finding:
     if not served:
         return Finding("lane modes", None, f"off (the kernels are made for compute capability {LANE_CAPABILITY})")
     largest = (served[0]["sms"] - SM_ALIGNMENT) // SM_ALIGNMENT * SM_ALIGNMENT
-    return Finding(
-        "lane modes",
-        None,
-        f"off, stream, green with --decode-sms {SM_ALIGNMENT} to {largest} of {served[0]['sms']} in steps of {SM_ALIGNMENT}",
-    )
+    split = f"--decode-sms {SM_ALIGNMENT} to {largest} of {served[0]['sms']} in steps of {SM_ALIGNMENT}"
+    return Finding("lane modes", None, f"off, stream, green with {split}")
 
 
 def _model(model: str, device: str) -> Finding:

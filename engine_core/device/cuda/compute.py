@@ -158,6 +158,7 @@ class CudaCompute:
 
     def _forward_ragged(self, batch: Batch, ring: int) -> None:
         lane = self._lanes[batch.lane]
+        lane.staging.settle()  # the plan's pinned arrays are not in the ring
         fields = lane.staging.begin()
         with _cuda.stream(lane.stream):
             bucket = self._stage_tokens(fields, batch)

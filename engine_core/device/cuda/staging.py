@@ -64,11 +64,17 @@ class Staging:
 
     def begin(self) -> dict[str, npt.NDArray[Any]]:
         """The next pinned buffer's fields, to be filled; waits until its last copy is done."""
-        slot = self._next
+        self._await(self._next)
+        return self._views[self._next]
+
+    def settle(self) -> None:
+        """Wait until the newest copy is done: before pinned memory that is in no ring may be written again."""
+        self._await((self._next - 1) % RING)
+
+    def _await(self, slot: int) -> None:
         if self._used[slot] and not self._driver.event_done(self._events[slot]):
             self.waits += 1
             self._driver.event_wait(self._events[slot])
-        return self._views[slot]
 
     def send(self, *, tokens: bool) -> None:
         """Enqueue the copy on torch's current stream, which is the lane's, and record the input-staged event.
