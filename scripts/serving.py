@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -95,7 +96,8 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 @contextlib.contextmanager
 def served(model: Path | str, log: Path, flags: Sequence[str] = ()) -> Iterator[Serving]:
-    """`start`, and `stop` at the end."""
+    """`start`, and `stop` at the end, also when this script is asked to end by SIGTERM."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     serving = start(model, log, flags)
     try:
         yield serving

@@ -51,6 +51,7 @@ class Work:
     prompt: list[int]
     max_tokens: int
     n: int
+    temperature: float
     over_http: bool
     leave_after: int | None
 
@@ -65,6 +66,7 @@ def draw_work(count: int, seed: int) -> Iterator[Work]:
             prompt=shared + [rng.randrange(3, 4000) for _ in range(rng.randrange(1, 48))],
             max_tokens=rng.randrange(1, 33),
             n=2 if rng.random() < 0.1 else 1,
+            temperature=rng.choice((0.0, 1.0)),
             over_http=number % 2 == 0,
             leave_after=rng.randrange(0, 6) if rng.random() < CANCELLED_SHARE else None,
         )
@@ -100,7 +102,14 @@ class Clients:
             self.failures.append(f"{type(error).__name__}: {error}")
 
     async def _over_http(self, item: Work) -> bool:
-        body = {"model": self._model, "prompt": item.prompt, "max_tokens": item.max_tokens, "n": item.n, "stream": True}
+        body = {
+            "model": self._model,
+            "prompt": item.prompt,
+            "max_tokens": item.max_tokens,
+            "n": item.n,
+            "temperature": item.temperature,
+            "stream": True,
+        }
         seen = 0
         async with self._http.stream("POST", self._url, json=body) as response:
             response.raise_for_status()
@@ -111,7 +120,7 @@ class Clients:
         return False
 
     async def _over_grpc(self, item: Work) -> bool:
-        sampling = text_pb2.Sampling(max_tokens=item.max_tokens, n=item.n)
+        sampling = text_pb2.Sampling(max_tokens=item.max_tokens, n=item.n, temperature=item.temperature)
         request = text_pb2.GenerateRequest(prompt_ids=text_pb2.TokenIds(ids=item.prompt), sampling=sampling)
         call = self._stub.Generate(request, timeout=GUARD_S)
         seen = 0
