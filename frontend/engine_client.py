@@ -65,7 +65,11 @@ Listener = Callable[[ClientState], Awaitable[None]]
 
 
 class SessionLost(Exception):
-    """The session ended; the message says why."""
+    """The session ended; the message says why, `details` more of it for the log."""
+
+    def __init__(self, message: str, details: str | None = None) -> None:
+        super().__init__(message)
+        self.details = details
 
 
 def open_channel(address: str) -> grpc.aio.Channel:
@@ -158,29 +162,39 @@ class EngineClient:
 
     async def get_info(self) -> pb.GetInfoResponse:
         """GetInfo of the engine core. Raises ApiError (UNAVAILABLE) when it doesn't answer."""
-        answer: pb.GetInfoResponse = await self._call("GetInfo", pb.GetInfoRequest(), CALL_TIMEOUT_S)
+        answer: pb.GetInfoResponse = await self._call(
+            lambda engine: engine.GetInfo(pb.GetInfoRequest(), timeout=CALL_TIMEOUT_S)
+        )
         return answer
 
     async def get_stats(self) -> pb.GetStatsResponse:
         """GetStats of the engine core. Raises ApiError (UNAVAILABLE) when it doesn't answer."""
-        answer: pb.GetStatsResponse = await self._call("GetStats", pb.GetStatsRequest(), CALL_TIMEOUT_S)
+        answer: pb.GetStatsResponse = await self._call(
+            lambda engine: engine.GetStats(pb.GetStatsRequest(), timeout=CALL_TIMEOUT_S)
+        )
         return answer
 
     async def drain(self, timeout_s: float = 30.0) -> pb.DrainResponse:
         """Drain the engine core, for all its frontends. Raises ApiError (UNAVAILABLE) when it doesn't answer."""
+        request = pb.DrainRequest(timeout_s=timeout_s)
         answer: pb.DrainResponse = await self._call(
-            "Drain", pb.DrainRequest(timeout_s=timeout_s), timeout_s + DRAIN_GRACE_S
+            lambda engine: engine.Drain(request, timeout=timeout_s + DRAIN_GRACE_S)
         )
         return answer
 
-    async def _call(self, method: str, request: Any, timeout_s: float) -> Any:
+    async def _call(self, start: Callable[[engine_pb2_grpc.EngineStub], Any]) -> Any:
         if self._channel is None:
             raise self._unavailable()
         try:
-            return await getattr(engine_pb2_grpc.EngineStub(self._channel), method)(request, timeout=timeout_s)
+            return await start(engine_pb2_grpc.EngineStub(self._channel))
         except grpc.aio.AioRpcError as error:
-            raise ApiError(Code.UNAVAILABLE, f"the engine core doesn't answer {method}: {error.details()}") from error
-        except grpc.aio.UsageError:  # the channel was closed while the call was made
+            raise ApiError(Code.UNAVAILABLE, f"the engine core doesn't answer: {error.details()}") from error
+        except grpc.aio.UsageError:  # the channel was closed before the call …
+            raise self._unavailable() from None
+        except asyncio.CancelledError:  # … or during it, which looks like a cancellation of this task
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
             raise self._unavailable() from None
 
     def _ready_session(self) -> Session:
@@ -202,6 +216,8 @@ class EngineClient:
                     await self._hold(call)
             except (SessionLost, ProtocolViolation) as error:
                 reason = str(error)
+                if isinstance(error, SessionLost) and error.details and self.lost_reason != reason:
+                    logger.warning("no connection to the engine core: %s", error.details)
             except Exception as error:  # a fault of ours must not leave requests waiting
                 logger.exception("the engine session failed")
                 reason = f"the frontend failed to handle its session ({type(error).__name__})"
@@ -218,6 +234,9 @@ class EngineClient:
         try:
             yield call
         except grpc.aio.AioRpcError as error:
+            reachable = self._channel.get_state() is grpc.ChannelConnectivity.READY
+            if self._session is None and not reachable:  # the details hold addresses: for the log, not for clients
+                raise SessionLost("it can't be reached", error.details()) from error
             raise SessionLost(f"{error.code().name}: {error.details()}") from error
         finally:
             call.cancel()

@@ -143,6 +143,10 @@ class ScriptedEngine(engine_pb2_grpc.EngineServicer):
         self.info = served
         self.protocol_version = 1
         self.greet = True
+        self.asked = asyncio.Event()
+        """GetStats was called; it answers once `stats_answer` is set, as it is at first."""
+        self.stats_answer = asyncio.Event()
+        self.stats_answer.set()
         self.sessions: asyncio.Queue[ScriptedSession] = asyncio.Queue()
 
     async def session(self) -> ScriptedSession:
@@ -162,6 +166,8 @@ class ScriptedEngine(engine_pb2_grpc.EngineServicer):
         return self.info
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:  # noqa: N802
+        self.asked.set()
+        await self.stats_answer.wait()
         return pb.GetStatsResponse(uptime_s=1.0)
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:  # noqa: N802

@@ -8,12 +8,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
+import grpc.aio
 import numpy as np
 import pytest
 import pytest_asyncio
 from greenlane.engine.v1 import engine_pb2 as pb
 
-from frontend.engine_client import ClientState, EngineClient
+from frontend.engine_client import ClientState, EngineClient, open_channel
 from frontend.request import ApiError, Code, Sampling, TextRequest
 from frontend.session import Session
 from frontend.streams import RequestStream
@@ -203,11 +204,20 @@ async def test_a_lost_session_turns_health_first_then_fails_then_reconnects(
 
 async def test_without_a_session_requests_are_refused(folder: Path) -> None:
     """Red if a request waits for an engine core that isn't there, or if a refused connection ends the client."""
-    client = EngineClient(f"unix:{folder / 'engine'}")
+    attempts = asyncio.Semaphore(0)
+
+    def connect(address: str) -> grpc.aio.Channel:
+        attempts.release()
+        return open_channel(address)
+
+    client = EngineClient(f"unix:{folder / 'engine'}", connect=connect)
     with pytest.raises(ApiError) as refused:
         await client.submit(TextRequest([1]))
     assert refused.value.code is Code.UNAVAILABLE
     await client.start()
+    for _ in range(2):  # the second follows the first one's failure
+        await attempts.acquire()
+    assert client.lost_reason == "it can't be reached"  # and not where it was looked for
     engine = ScriptedEngine(info())
     async with listening(engine, folder / "engine"):
         await engine.session()
@@ -339,6 +349,26 @@ async def test_the_other_calls(client: EngineClient, engine: ScriptedEngine) -> 
     assert await client.get_info() == engine.info
     assert (await client.get_stats()).uptime_s == 1.0
     assert (await client.drain(7.0)).finished == 7
+
+
+async def test_a_call_whose_session_is_lost_fails_as_such(client: EngineClient, engine: ScriptedEngine) -> None:
+    """Red if closing the channel looks like a cancellation of the caller's task, which would end a metrics scrape."""
+    session = await engine.session()
+    engine.stats_answer.clear()
+    asking = asyncio.create_task(client.get_stats())
+    await engine.asked.wait()
+    session.end()
+    with pytest.raises(ApiError) as failed:
+        await asking
+    assert failed.value.code is Code.UNAVAILABLE
+    engine.asked.clear()
+    await engine.session()
+    await state_of(client, ClientState.SERVING)
+    cancelled = asyncio.create_task(client.get_stats())
+    await engine.asked.wait()
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
 
 
 async def test_close_fails_what_is_open(client: EngineClient, engine: ScriptedEngine) -> None:
