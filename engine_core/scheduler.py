@@ -6,8 +6,10 @@ they run short, the running sequence last in that order is preempted for one bef
 first in order always gets on, and with it everybody. Up to `async_depth` plans are in flight: lengths advance here,
 without a result; only ends by a stop id are found late, and their extra rows are discarded.
 
-With `overlap`, chunks go out as batches for the prefill lane, one in flight at most (rule L6), and decode goes on
-beside them.
+With `overlap`, the chunks of a plan that has decode rows go out as a batch for the prefill lane, and decode goes on
+beside it; a plan without decode rows computes its chunks on the primary lane, with the whole GPU. While a batch is on
+the prefill lane no plan holds chunks (rule L6): so a sequence's chunks are on one lane at a time, and no slot is
+started anew under a batch that hasn't joined.
 """
 
 from __future__ import annotations
@@ -187,7 +189,7 @@ class Scheduler:
     ) -> StepPlan:
         """Book a plan as in flight: lengths advance and fences move now, no result is waited for."""
         self.steps += 1
-        on_lane = self._overlap and bool(chunks)
+        on_lane = self._overlap and bool(chunks) and decode.slots.size > 0
         self._book_decode(decode.slots)
         self._book_chunks(chunks, on_lane=on_lane)
         self.in_flight.submit(
@@ -279,10 +281,10 @@ class Scheduler:
     # -------------------------- prefill and admission
 
     def _prefill_budget(self, decode_rows: int) -> int:
-        """Prompt tokens that this step may compute. The prefill lane takes one batch at a time, beside decode."""
-        if self._overlap:
-            return self._token_budget if self.in_flight.batch is None else 0
-        return self._token_budget - decode_rows
+        """Prompt tokens that this step may compute: none while a batch is on the prefill lane (rule L6)."""
+        if self.in_flight.batch is not None:
+            return 0
+        return self._token_budget if self._overlap else self._token_budget - decode_rows
 
     def _plan_prefill(self, budget: int, *, admit: bool) -> tuple[list[RowStart], list[Chunk]]:
         """Chunks in order of (priority, arrival), from running prefills and, as long as it fits, from the queue."""

@@ -73,8 +73,8 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     decode rows and the chunks. A decode row feeds the token it sampled last (taken on the device) at its current
     length, which then grows by one. A row that doesn't appear keeps its tables.
 
-    A plan without rows and chunks asks for the prefill batch in flight: its result comes when that batch is complete.
-    It may be in flight beside `async_depth` others.
+    A plan without rows and chunks asks for the prefill batch in flight: its result comes when that batch is complete,
+    or without the batch as soon as another plan has followed. It may be in flight beside `async_depth` others.
     """
 
     step: int
@@ -144,8 +144,8 @@ class StepResult(msgspec.Struct, array_like=True, frozen=True):
     prefill_complete: int
     """… and every prefill batch launched in a step up to this one is complete on the prefill lane."""
     error: str | None = None
-    """The forward raised (out of memory, a Python error) and quiescence was proven: the whole cause chain. All rows of
-    the step failed and `tokens` is empty. A batch on the prefill lane fails by its own `PrefillResult.error` instead."""
+    """The forward raised (out of memory, a Python error) and quiescence was proven: the whole cause chain. All rows
+    of the step failed and `tokens` is empty. A batch on the prefill lane fails by its own `PrefillResult.error`."""
     forward_us: int = 0
     """Time of the step on the worker, µs: plan read to result ready."""
 

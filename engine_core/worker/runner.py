@@ -33,6 +33,8 @@ class PrefillFlight:
     owned: Owned
     ring: int
     batch: Batch
+    producers: Completion | None = None
+    """What the primary lane had been given before, which the batch starts behind."""
     completion: Completion | None = None
     error: str | None = None
 
@@ -85,18 +87,20 @@ class Runner:
         """Enqueue one plan. A recoverable failure becomes part of the step's result; all else ends the worker."""
         started = self._now()
         self._admit(plan)
+        self._stop_waiting()
         appended = self._tables.apply(plan)
         decode = self._tables.decode_slots(plan)
         mixed = [] if plan.prefill_lane else plan.chunks
         batch = self._tables.batch(plan.step, Lane.PRIMARY, decode, mixed)
         flight = StepFlight(plan.step, Owned(f"step {plan.step}"), plan.step % self._rings, batch, started)
         self._steps.append(flight)
+        self._lanes.launching(Lane.PRIMARY)
         self._start_rows(plan)
         self._compute.append_pages(*appended)
         self._join_if_complete(flight)
         if plan.prefill_lane and plan.chunks:
             self._launch_prefill(plan.step, plan.chunks)
-        if len(batch.slots) or flight.joined or self._prefill is None:
+        if len(batch.slots) or plan.chunks or flight.joined or self._prefill is None:
             self._launch_primary(flight)
 
     def _admit(self, plan: StepPlan) -> None:
@@ -105,6 +109,14 @@ class Runner:
         if len(self._steps) >= self._rings:
             raise ProtocolViolation(f"plan {plan.step} exceeds the {self._rings - 1} that may be in flight")
         self._expected += 1
+
+    def _stop_waiting(self) -> None:
+        """An empty plan waits for the prefill in flight until another plan follows; then it is answered without it.
+
+        So results never queue behind a prefill, and the primary lane is given its steps in order.
+        """
+        if self._steps and self._steps[-1].owned.state is Ownership.NONE:
+            self._launch_primary(self._steps[-1])
 
     def _start_rows(self, plan: StepPlan) -> None:
         if plan.starts:
@@ -132,7 +144,11 @@ class Runner:
     # ----------------------------------------------------------------- prefill lane
 
     def _launch_prefill(self, step: int, chunks: list[PrefillChunk]) -> None:
-        """Enqueue a prefill batch beside decode. At most one is in flight (rule L6)."""
+        """Enqueue a prefill batch beside decode. At most one is in flight (rule L6).
+
+        It starts behind all that the primary lane was given so far (rule O1): prefix pages that it will read, and the
+        tables of the rows that start now.
+        """
         if self._prefill is not None:
             raise ProtocolViolation(
                 f"step {step} launches a prefill while that of step {self._prefill.step} is in flight"
@@ -147,22 +163,14 @@ class Runner:
         try:
             with self._guard.armed(flight.owned):
                 self._lanes.launching(Lane.PREFILL, step)
-                self._order_behind_primary()
+                flight.producers = self._lanes.complete(Lane.PRIMARY, self._lanes.launched(Lane.PRIMARY))
+                self._lanes.order_after(Lane.PREFILL, flight.producers)
                 self._compute.forward(batch, flight.ring)
                 flight.owned.to(Ownership.LAUNCHED)
                 flight.completion = self._lanes.complete(Lane.PREFILL, step)
                 flight.owned.to(Ownership.WORKER_OWNED)
         except WorkFailed as failure:
             flight.error = str(failure)
-
-    def _order_behind_primary(self) -> None:
-        """The prefill lane starts behind all that the primary lane was given so far (rule O1).
-
-        That covers prefix pages that it will read, and the tables of the rows that start now.
-        """
-        producers = self._lanes.complete(Lane.PRIMARY, self._lanes.launched(Lane.PRIMARY))
-        self._lanes.order_after(Lane.PREFILL, producers)
-        self._lanes.discard(producers)
 
     def _join_if_complete(self, flight: StepFlight) -> bool:
         """Take a prefill that is proven complete (or failed) into this step's result (rule O8).
@@ -178,12 +186,14 @@ class Runner:
             prefill.owned.to(Ownership.COMPLETE)
             try:
                 with self._guard.armed(prefill.owned):
-                    self._lanes.launching(Lane.PRIMARY, flight.step)
+                    self._lanes.launching(Lane.PRIMARY)
                     self._lanes.order_after(Lane.PRIMARY, prefill.completion)
                     self._compute.sample(prefill.batch, prefill.ring)
             except WorkFailed as failure:
                 prefill.error = str(failure)
             self._lanes.discard(prefill.completion)
+        if prefill.producers is not None:
+            self._lanes.discard(prefill.producers)
         self._drops.release(Lane.PREFILL, self._lanes.proven(Lane.PREFILL))
         return True
 
@@ -259,6 +269,12 @@ class Runner:
         if sampled is None:
             return PrefillResult(flight.step, b"", error=flight.error)
         return PrefillResult(flight.step, sampled.tokens.tobytes(), sampled.logprobs, sampled.prompt_logprobs)
+
+    def pending(self) -> list[Completion]:
+        """Completions that must come within the bound (rule E6): of the oldest step, and of the prefill in flight."""
+        oldest = self._steps[0].completion if self._steps else None
+        prefill = None if self._prefill is None else self._prefill.completion
+        return [completion for completion in (oldest, prefill) if completion is not None]
 
     # ------------------------------------------------------------ quiesce, close
 

@@ -68,6 +68,9 @@ def test_e7_an_empty_plan_is_answered_when_the_prefill_completes() -> None:
     """E7: red when idle with a prefill in flight counts as idle, or is answered before its completion."""
     rig = RunnerRig(Script(eager=False))
     rig.runner.launch(plan(1, starts=[row(1, IDS, [1, 2])], chunks=[PrefillChunk(1, 0, 6, True)], lane=True))
+    rig.table.run(rig.streams[Lane.PRIMARY], 99)
+    assert [result.prefills for result in rig.runner.collect()] == [[]]
+    rig.runner.launch(plan(2))
     assert rig.runner.collect() == []
     awaited = rig.runner.awaited()
     assert awaited is not None
@@ -80,8 +83,10 @@ def test_e7_an_empty_plan_is_answered_when_the_prefill_completes() -> None:
 
 
 def test_o1_the_prefill_lane_waits_for_the_primary_lane_s_pages() -> None:
-    """O1: red (RaceDetected) when `_launch_prefill` drops _order_behind_primary: the prefill reads a prefix page that the primary
-    lane may still be writing."""
+    """O1: red (RaceDetected) when `_launch_prefill` drops `order_after`.
+
+    The prefill reads a prefix page that the primary lane may still be writing.
+    """
     rig = RunnerRig(Script(eager=False))
     rig.runner.launch(plan(1, starts=[row(0, [1, 2, 3, 4], [0])], chunks=[PrefillChunk(0, 0, 4, True)]))
     rig.runner.launch(
@@ -135,10 +140,11 @@ def test_e5_a_step_whose_event_fails_is_reported_after_its_work_ended() -> None:
 
 
 def test_events_are_destroyed() -> None:
-    """Red when a completion leaks: after any number of steps no event may live."""
+    """Red when the event of a step, of a prefill or of what the prefill started behind outlives the results."""
     rig = RunnerRig()
     rig.run(plan(1, starts=[row(0, [1, 2], [0, 1, 2, 3])], chunks=[PrefillChunk(0, 0, 2, True)]))
-    for step in range(2, 12):
+    rig.run(plan(2, starts=[row(1, IDS, [4, 5])], decode=[0], chunks=[PrefillChunk(1, 0, 6, True)], lane=True))
+    for step in range(3, 12):
         rig.run(plan(step, decode=[0]))
     assert rig.table.live_events == 0
 

@@ -178,16 +178,20 @@ class SimulatedWorker:
         return bool(self._pending) or self._batch is not None
 
     def finish_prefill(self) -> bool:
-        """Execute the batch on the prefill lane; its result travels with the next step that finishes."""
-        if self._batch is None or self._batch.executed:
+        """Execute the batch on the prefill lane; its result travels with the next step that finishes.
+
+        It starts behind the steps that the primary lane was given before (rule O1).
+        """
+        batch = self._batch
+        if batch is None or batch.executed or any(pending.step < batch.step for pending in self._pending):
             return False
-        self._batch.error = self.fail_prefills.pop(self._batch.step, None)
-        for work in self._batch.work:
-            if self._batch.error is None:
+        batch.error = self.fail_prefills.pop(batch.step, None)
+        for work in batch.work:
+            if batch.error is None:
                 self._compute(work)
             else:
                 self._spoil(work)
-        self._batch.executed = True
+        batch.executed = True
         return True
 
     def finish_step(self) -> bool:

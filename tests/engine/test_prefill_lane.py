@@ -35,6 +35,29 @@ def decoding_rig(depth: int = 1, **options: Any) -> Rig:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_prefill_without_decode_beside_it_has_the_whole_gpu(depth: int) -> None:
+    """Rule L6. Red when a prompt is confined to the prefill lane although no row decodes."""
+    rig = Rig(overlap=True, async_depth=depth, max_num_batched_tokens=8)
+    request = rig.add(LONG, max_tokens=3)
+    rig.run()
+    assert not any(plan.prefill_lane for plan in rig.worker.plans)
+    assert [chunk.length for plan in rig.worker.plans for chunk in plan.chunks] == [8, 8, 4]
+    assert rig.of(request).tokens == expected_tokens(request, 0)
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_a_prompt_may_begin_on_the_primary_lane_and_end_on_its_own(depth: int) -> None:
+    """Rule L6. Red when a prompt's chunks are on both lanes at a time, or one is left out at the change of lanes."""
+    rig = Rig(overlap=True, async_depth=depth, max_num_batched_tokens=8)
+    first, second = rig.add(PROMPT, max_tokens=20), rig.add(LONG, max_tokens=3)
+    rig.run()
+    placed = [(plan.prefill_lane, chunk.slot, chunk.length) for plan in rig.worker.plans for chunk in plan.chunks]
+    assert placed == [(False, 0, 6), (False, 1, 2), (True, 1, 8), (True, 1, 8), (True, 1, 2)]
+    for request in (first, second):
+        assert rig.of(request).tokens == expected_tokens(request, 0)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
 def test_decode_goes_on_beside_a_prefill(depth: int) -> None:
     """Red when decoding rows wait for a prompt on the other lane, or its row decodes before the join."""
     rig = decoding_rig(depth)
@@ -77,32 +100,36 @@ def test_one_batch_is_in_flight_at_a_time() -> None:
 
 
 def test_long_prompts_take_one_batch_after_another() -> None:
+    """Red when a batch exceeds the token budget, or the next one waits for anything but the join."""
     rig = decoding_rig(max_num_batched_tokens=8)
     request = rig.add(LONG, max_tokens=2)
     rig.run()
     lengths = [chunk.length for plan in rig.worker.plans if plan.prefill_lane for chunk in plan.chunks]
-    assert lengths == [6, 8, 8, 4]
+    assert lengths == [8, 8, 4]
     assert rig.of(request).tokens == expected_tokens(request, 0)
 
 
 def test_a_lone_prefill_is_asked_for_by_one_empty_plan() -> None:
-    """Red when a prefill's result waits for somebody else's request, or the engine polls for it."""
-    rig = Rig(overlap=True, async_depth=2)
+    """Rule E7. Red when a prefill's result waits for somebody else's request, or the engine polls for it."""
+    rig = decoding_rig(depth=2)
     request = rig.add(LONG, max_tokens=1)
-    rig.step()
-    assert [bool(plan.chunks) for plan in rig.worker.plans] == [True]
     rig.worker.finish_step()
+    rig.step()
+    launched = len(rig.worker.plans)
+    assert rig.worker.plans[-1].prefill_lane
+    rig.engine.submit(Abort(1, (1,)), 0.0)
     for _ in range(5):
+        rig.worker.finish_step()
         rig.step()
-        assert not rig.worker.finish_step()
-    assert [bool(plan.chunks) for plan in rig.worker.plans] == [True, False]
-    empty = rig.worker.plans[1]
+        rig.worker.finish_step()
+    assert len(rig.worker.plans) == launched + 1
+    empty = rig.worker.plans[-1]
     assert (empty.decode_slots, empty.starts, empty.page_ids) == (b"", [], b"")
     rig.worker.finish_prefill()
     assert rig.worker.finish_step()
     rig.step()
     assert rig.of(request).tokens == expected_tokens(request, 0)
-    assert len(rig.worker.plans) == 2
+    assert len(rig.worker.plans) == launched + 1
     rig.check_settled()
 
 
