@@ -108,22 +108,31 @@ class Worker:
         self._watch = watch
         self._abort = abort
         self._wait_timeout = wait_timeout
-        self._awaited: Completion | None = None
-        self._awaited_since = 0.0
+        self._pending: list[tuple[Completion, float]] = []
+        """What must come within the bound, and since when it is waited for."""
         self.running = True
 
     def awaited(self, now: float) -> tuple[Completion | None, float | None]:
-        """The completion that the next result needs, and the seconds it may still take; past them: abort (rule E6)."""
-        completion = self._runner.awaited()
-        if completion is None:
-            self._awaited = None
-            return None, None
-        if completion is not self._awaited:
-            self._awaited, self._awaited_since = completion, now
-        left = self._awaited_since + self._wait_timeout - now
-        if left <= 0:
-            self._abort(f"step {completion.sequence} was not complete within {self._wait_timeout:g} s", None)
-        return completion, left
+        """The completion that the next result needs, and the seconds that launched work may still take (rule E6).
+
+        Past them: abort. A prefill that hangs is found while decode goes on, and while nobody asks for its result.
+        """
+        known = self._pending
+        self._pending = [
+            (completion, next((since for other, since in known if other is completion), now))
+            for completion in self._runner.pending()
+        ]
+        for completion, since in self._pending:
+            if now >= since + self._wait_timeout:
+                what = f"step {completion.sequence} was not complete on lane {completion.lane.name}"
+                self._abort(f"{what} within {self._wait_timeout:g} s (--gpu-wait-timeout)", None)
+        left = min((since + self._wait_timeout - now for _, since in self._pending), default=None)
+        return self._runner.awaited(), left
+
+    def lose_core(self) -> None:
+        """Nobody will ask for results any more: prove every lane idle, or abort, then free (rules O7, O13)."""
+        self.running = False
+        self._runner.close()
 
     def step(self) -> None:
         """Take the frames that have arrived, one plan at a time, and answer what is complete."""
@@ -211,7 +220,14 @@ def _serve(frames: ZmqFrames, channel: FrameChannel, rank: int, control_fd: int 
     lanes = (device.lanes.decode_sms, device.lanes.prefill_sms, device.lanes.sm_alignment)
     channel.send(Ready(device.total_pages, device.max_model_len, device.dtype, device.name, loaded, *lanes))
     worker = Worker(channel, runner, watchdog, fail_stop.abort, wait_timeout=config.gpu_wait_timeout)
-    _loop(frames, worker, device)
+    try:
+        _loop(frames, worker, device)
+    except PeerLost:
+        worker.lose_core()
+        raise
+    except Exception as error:
+        fail_stop.abort("the worker's loop failed", error)
+        raise
     return 0
 
 
