@@ -6,7 +6,6 @@ KV cache and no state between forwards (the attention op does).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine_core.model_config import ModelConfig
-from engine_core.models.layers import AttentionOp, DecoderOps, Projection, RotaryTable, Rotation, TorchOps
+from engine_core.models.layers import AttentionOp, DecoderOps, RotaryTable, Rotation, TorchOps
+from engine_core.ops.panels import Projection
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,35 +32,40 @@ class _Layer:
 class DenseModel:
     """A loaded decoder. Shapes: T tokens of a ragged batch, H hidden, Hq and Hkv heads of dimension D."""
 
-    def __init__(self, config: ModelConfig, parameters: Mapping[str, Tensor], ops: DecoderOps | None = None) -> None:
-        """`parameters` are those of `weights.parameter_shapes(config)`, on one device and of one dtype."""
+    def __init__(self, config: ModelConfig, parameters: dict[str, Tensor], ops: DecoderOps | None = None) -> None:
+        """`parameters` are those of `weights.parameter_shapes(config)`, on one device and of one dtype.
+
+        The mapping is emptied: a weight that a device keeps in a layout of its own is released at once.
+        """
         self.config = config
         self._ops = ops if ops is not None else TorchOps()
-        self._embedding = parameters["embedding"]
-        self._head = self._ops.projection(parameters["embedding" if config.tied else "head"], None)
+        self._embedding = parameters.pop("embedding")
+        self._head = self._ops.projection(self._embedding if config.tied else parameters.pop("head"), None)
         self._layers = [self._layer(parameters, f"layers.{index}.") for index in range(config.num_layers)]
-        inputs = [parameters[f"layers.{index}.input_norm"] for index in range(config.num_layers)]
-        self._norms = [*inputs, parameters["final_norm"]]
+        inputs = [parameters.pop(f"layers.{index}.input_norm") for index in range(config.num_layers)]
+        self._norms = [*inputs, parameters.pop("final_norm")]
         """Norm `index` precedes layer `index`; the last one follows the last layer."""
         self._rotary = RotaryTable(config.rope, config.head_dim, config.max_position, self._embedding.device)
 
-    def _layer(self, parameters: Mapping[str, Tensor], prefix: str) -> _Layer:
+    def _layer(self, parameters: dict[str, Tensor], prefix: str) -> _Layer:
         def projection(name: str) -> Projection:
-            return self._ops.projection(parameters[f"{prefix}{name}.weight"], parameters.get(f"{prefix}{name}.bias"))
+            return self._ops.projection(
+                parameters.pop(f"{prefix}{name}.weight"), parameters.pop(f"{prefix}{name}.bias", None)
+            )
 
         return _Layer(
             qkv=projection("qkv"),
             qk_norm=self._qk_norm(parameters, prefix) if self.config.qk_norm else None,
             out=projection("out"),
-            post_norm=parameters[prefix + "post_norm"],
+            post_norm=parameters.pop(prefix + "post_norm"),
             gate_up=projection("gate_up"),
             down=projection("down"),
         )
 
-    def _qk_norm(self, parameters: Mapping[str, Tensor], prefix: str) -> Tensor:
+    def _qk_norm(self, parameters: dict[str, Tensor], prefix: str) -> Tensor:
         """The norm weights of queries and keys, one row a head, so that one call serves both."""
-        q = parameters[prefix + "q_norm"].expand(self.config.num_heads, -1)
-        k = parameters[prefix + "k_norm"].expand(self.config.num_kv_heads, -1)
+        q = parameters.pop(prefix + "q_norm").expand(self.config.num_heads, -1)
+        k = parameters.pop(prefix + "k_norm").expand(self.config.num_kv_heads, -1)
         return torch.cat((q, k))
 
     @property

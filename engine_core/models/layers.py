@@ -7,7 +7,6 @@ attention, `TorchOps` is the plain torch version that any device can run. Holds 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -15,9 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine_core.model_config import RopeConfig
-
-Projection = Callable[[Tensor], Tensor]
-"""A linear layer: [T, in] to [T, out]."""
+from engine_core.ops.panels import Projection, cpu_projection
 
 
 class Rotation:
@@ -63,13 +60,12 @@ class DecoderOps(Protocol):
 
 
 class TorchOps:
-    """DecoderOps in plain torch, in as few calls as it allows."""
+    """DecoderOps in plain torch, in as few calls as it allows; large projections in the layout a CPU wants there."""
 
     def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
-        def project(x: Tensor) -> Tensor:
-            return functional.linear(x, weight, bias)
-
-        return project
+        if weight.device.type == "cpu":
+            return cpu_projection(weight, bias)
+        return lambda x: functional.linear(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return functional.rms_norm(x, weight.shape, weight, eps)

@@ -24,7 +24,7 @@ Int64 = npt.NDArray[np.int64]
 Source = slice | Tensor
 """Where a row's tokens lie in a layer's pool: a run of them, or their indexes [S]."""
 
-COPY_BYTES = 512 << 10
+COPY_BYTES = 256 << 10
 """A decode row with at most this much KV in a layer joins a padded batch."""
 PADDING_TOKENS = 256
 """Padding that a batch of short rows may hold before another batch is cheaper."""
