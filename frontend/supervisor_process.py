@@ -28,7 +28,7 @@ from frontend.supervisor import (
 )
 
 MAX_READY_BYTES = 64 << 10
-PROBE_PERIOD_S = 1.0
+PROBE_PERIOD_S = 2.0
 
 Ready = Mapping[str, Any]
 """The JSON object that a process writes once it serves; `grpc` is where it answers health checks."""
@@ -208,7 +208,7 @@ class Hands:
                 elif loop.time() - answered >= self._silence_bound:
                     self._carry_out(self._supervisor.silent(name, loop.time() - answered))
                     return
-                await asyncio.sleep(min(PROBE_PERIOD_S, self._silence_bound / 4))
+                await asyncio.sleep(min(PROBE_PERIOD_S, self._silence_bound / 2.5))
         finally:
             await probe.close()
 

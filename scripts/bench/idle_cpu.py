@@ -1,6 +1,7 @@
 """CPU that an idle server uses: every process of `greenlane serve` over 30 s, once it has answered and gone quiet.
 
-Prints a table, then one JSON line: `idle_core_pct` is the percentage of one core that the whole tree used.
+Prints a table, then one JSON line: `idle_core_pct` is the percentage of one core that the whole tree used, scaled by the
+yardstick of `scale.py`; `measured_pct` is what this machine showed.
 
     python scripts/bench/idle_cpu.py [--model FOLDER] [--seconds 30]
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import tempfile
 import time
@@ -17,6 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this file is run as a script
 
+from scripts.bench.scale import factor
 from scripts.serving import TINY, Serving, cpu_seconds, served
 
 SETTLE_S = 3.0
@@ -30,13 +33,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, served(options.model, Path(folder) / "serve.log") as server:
         complete(server)
         time.sleep(SETTLE_S)
-        used = measure(server, options.seconds)
-    total = sum(used.values())
-    for role, percent in used.items():
+        used, scale = measure(server, options.seconds)
+    measured = sum(used.values())
+    for role, percent in (*used.items(), ("all", measured), ("all, scaled", measured * scale)):
         print(f"{role:<28} {percent:6.3f} %")
-    print(f"{'all':<28} {total:6.3f} %")
-    result = {"idle_core_pct": round(total, 4), "seconds": options.seconds, "by_role": used}
-    print(json.dumps(result))
+    result = {"idle_core_pct": measured * scale, "measured_pct": measured, "scale": scale, "seconds": options.seconds}
+    print(json.dumps({name: round(value, 4) for name, value in result.items()}))
     return 0
 
 
@@ -49,14 +51,17 @@ def complete(server: Serving) -> None:
         response.read()
 
 
-def measure(server: Serving, seconds: float) -> dict[str, float]:
-    """Per cent of a core by role, over that many seconds."""
+def measure(server: Serving, seconds: float) -> tuple[dict[str, float], float]:
+    """Per cent of a core by role, over that many seconds; and the yardstick's factor meanwhile."""
     roles = server.roles()
     before = {pid: cpu_seconds(pid) for pid in roles}
     began = time.monotonic()
-    time.sleep(seconds)
-    elapsed = time.monotonic() - began
-    return {role: 100 * (cpu_seconds(pid) - before[pid]) / elapsed for pid, role in roles.items()}
+    factors = []
+    while (elapsed := time.monotonic() - began) < seconds:
+        factors.append(factor())
+        time.sleep(min(1.0, max(0.0, seconds - elapsed)))
+    used = {role: 100 * (cpu_seconds(pid) - before[pid]) / elapsed for pid, role in roles.items()}
+    return used, statistics.median(factors)
 
 
 if __name__ == "__main__":
