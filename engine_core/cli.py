@@ -78,6 +78,7 @@ FLAGS = (
     Flag("start_timeout", float, "seconds for a worker to load the model"),
     Flag("worker_address", str, "unix:/path to listen on for a worker started by hand; default: one is started"),
     Flag("crash_dir", str, "folder for crash reports; default: none are written"),
+    Flag("step_log", str, "file for what the worker did when (see greenlane trace); default: none is written"),
     Flag("host", str, "address of gRPC; loopback only"),
     Flag("port", int, "gRPC port; 0: any free one"),
     Flag("uds", str, "unix socket path for gRPC instead of host and port"),
@@ -170,7 +171,18 @@ def read_config(options: argparse.Namespace) -> EngineConfig:
         raise ConfigError(f"--worker-address is {config.worker_address!r}; it must be unix:/path")
     if config.crash_dir is not None and Path(config.crash_dir).exists() and not Path(config.crash_dir).is_dir():
         raise ConfigError(f"--crash-dir {config.crash_dir} is no folder")
+    if config.step_log is not None:
+        check_step_log(Path(config.step_log))
     return config
+
+
+def check_step_log(path: Path) -> None:
+    """Raise ConfigError for a path at which no file can stand."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ConfigError(f"--step-log {path}: {folder} is no folder; make it first")
+    if path.is_dir():
+        raise ConfigError(f"--step-log {path} is a folder; name a file in it")
 
 
 def check_model(config: EngineConfig, folder: Path) -> ModelConfig:

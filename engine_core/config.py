@@ -57,6 +57,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     worker_address: str | None = None
     """unix: path to listen on for workers started by hand (`greenlane worker`); default: the core starts its own."""
     crash_dir: str | None = None
+    step_log: str | None = None
+    """File to which the worker appends what it did when, for `greenlane trace`."""
     host: str = "127.0.0.1"
     port: int = 0
     """0: any free port; the one bound is announced."""
@@ -134,6 +136,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     threads: int | None
     gpu_wait_timeout: float
     crash_dir: str | None
+    step_log: str | None = None
+    """Absolute path."""
 
 
 def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:

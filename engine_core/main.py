@@ -223,6 +223,7 @@ def worker_config(config: EngineConfig, folder: Path) -> WorkerConfig:
         threads=config.threads,
         gpu_wait_timeout=config.gpu_wait_timeout,
         crash_dir=config.crash_dir,
+        step_log=None if config.step_log is None else str(Path(config.step_log).absolute()),
     )
 
 

@@ -124,6 +124,13 @@ FLAGS = (
     Flag("gpu-wait-timeout", To.ENGINE, "Failures", "Bound of one step on a worker", "SECONDS", "60.0"),
     Flag("start-timeout", To.ENGINE, "Failures", "Bound of loading the model", "SECONDS", "600.0"),
     Flag("crash-dir", To.ENGINE, "Failures", "Folder for crash reports; default: none are written", "FOLDER"),
+    Flag(
+        "step-log",
+        To.ENGINE,
+        "Failures",
+        "File for what the worker did when, see greenlane trace; default: none",
+        "FILE",
+    ),
     Flag("log-level", ALL, "Failures", "debug, info, warning or error", "LEVEL", "info"),
 )
 

@@ -132,6 +132,8 @@ class Device:
     name: str
     """For people."""
     lanes: LaneSizes
+    timed: bool = False
+    """Its events can tell time."""
 
 
 DEFAULT_KV_BYTES = 1 << 30

@@ -18,10 +18,12 @@ from engine_core.device.guard import LaunchGuard, Owned, Ownership, WorkFailed
 from engine_core.device.lanes import Completion, Lanes
 from engine_core.errors import ProtocolViolation
 from engine_core.step import Lane, LogprobBlock, PrefillChunk, PrefillResult, StepPlan, StepResult
+from engine_core.worker.step_log import NO_STEP_LOG, StepLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from engine_core.device.timing import Span
     from engine_core.worker.inputs import RowTables
 
 
@@ -36,6 +38,9 @@ class PrefillFlight:
     producers: Completion | None = None
     """What the primary lane had been given before, which the batch starts behind."""
     completion: Completion | None = None
+    span: Span | None = None
+    drawing: Span | None = None
+    """Of its tokens, on the primary lane, at the join."""
     error: str | None = None
 
 
@@ -52,6 +57,7 @@ class StepFlight:
     """Prefill batches whose results travel with this step."""
     completion: Completion | None = None
     """None while nothing was launched: an empty plan that waits for the prefill in flight."""
+    span: Span | None = None
     error: str | None = None
 
 
@@ -68,6 +74,7 @@ class Runner:
         tables: RowTables,
         async_depth: int,
         now: Callable[[], float],
+        step_log: StepLog = NO_STEP_LOG,
     ) -> None:
         self._compute = compute
         self._lanes = lanes
@@ -76,6 +83,7 @@ class Runner:
         self._tables = tables
         self._rings = async_depth + 1
         self._now = now
+        self._step_log = step_log
         self._steps: deque[StepFlight] = deque()
         self._prefill: PrefillFlight | None = None
         self._prefills = 0
@@ -102,6 +110,7 @@ class Runner:
             self._launch_prefill(plan.step, plan.chunks)
         if len(batch.slots) or plan.chunks or flight.joined or self._prefill is None:
             self._launch_primary(flight)
+        self._step_log.launched(plan, batch.decode_rows, started)
 
     def _admit(self, plan: StepPlan) -> None:
         if plan.step != self._expected:
@@ -132,8 +141,10 @@ class Runner:
             with self._guard.armed(flight.owned):
                 self._lanes.launching(Lane.PRIMARY, flight.step)
                 if len(flight.batch.slots):
+                    flight.span = self._step_log.begin(Lane.PRIMARY)
                     self._compute.forward(flight.batch, flight.ring)
                     self._compute.sample(flight.batch, flight.ring)
+                    self._step_log.finish(flight.span)
                 flight.owned.to(Ownership.LAUNCHED)
                 completion = self._lanes.complete(Lane.PRIMARY, flight.step)
                 flight.completion = completion
@@ -165,10 +176,13 @@ class Runner:
                 self._lanes.launching(Lane.PREFILL, step)
                 flight.producers = self._lanes.complete(Lane.PRIMARY, self._lanes.launched(Lane.PRIMARY))
                 self._lanes.order_after(Lane.PREFILL, flight.producers)
+                flight.span = self._step_log.begin(Lane.PREFILL)
                 self._compute.forward(batch, flight.ring)
+                self._step_log.finish(flight.span)
                 flight.owned.to(Ownership.LAUNCHED)
                 flight.completion = self._lanes.complete(Lane.PREFILL, step)
                 flight.owned.to(Ownership.WORKER_OWNED)
+            self._step_log.prefill_launched(batch)
         except WorkFailed as failure:
             flight.error = str(failure)
 
@@ -182,13 +196,16 @@ class Runner:
             return False
         self._prefill = None
         flight.joined.append(prefill)
+        self._step_log.completed(prefill.batch, prefill.span)
         if prefill.completion is not None:
             prefill.owned.to(Ownership.COMPLETE)
             try:
                 with self._guard.armed(prefill.owned):
                     self._lanes.launching(Lane.PRIMARY)
                     self._lanes.order_after(Lane.PRIMARY, prefill.completion)
+                    prefill.drawing = self._step_log.begin(Lane.PRIMARY)
                     self._compute.sample(prefill.batch, prefill.ring)
+                    self._step_log.finish(prefill.drawing)
             except WorkFailed as failure:
                 prefill.error = str(failure)
             self._lanes.discard(prefill.completion)
@@ -233,6 +250,9 @@ class Runner:
                     sampled = self._compute.read(flight.batch, flight.ring) if len(flight.batch.slots) else None
             except WorkFailed as failure:
                 flight.error = str(failure)
+        self._step_log.completed(flight.batch, flight.span)
+        for prefill in flight.joined:
+            self._step_log.joined(flight.step, prefill.batch, prefill.drawing)
         prefills = [self._prefill_result(prefill) for prefill in flight.joined]
         if flight.completion is not None:
             self._lanes.discard(flight.completion)
@@ -285,6 +305,7 @@ class Runner:
     def close(self) -> None:
         """Prove every lane idle, or abort; only then free (rule O13)."""
         self._guard.quiesce("teardown")
+        self._step_log.close()
         self._compute.close()
 
 

@@ -14,6 +14,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
 
 from engine_core.config import WorkerConfig
 from engine_core.device.base import Device
@@ -42,6 +44,7 @@ from engine_core.executor.processes import die_with_parent
 from engine_core.log import LEVELS, configure, event
 from engine_core.worker.inputs import RowTables
 from engine_core.worker.runner import Runner
+from engine_core.worker.step_log import NO_STEP_LOG, StepLog, open_step_log
 
 log = logging.getLogger("greenlane.worker")
 
@@ -75,7 +78,9 @@ def device_opener(device: str) -> OpenDevice:
     raise ConfigError(f"--device {device} is unknown; use cpu, cuda, cuda:N or fake")
 
 
-def build_runner(device: Device, config: WorkerConfig, abort: Abort, now: Callable[[], float]) -> Runner:
+def build_runner(
+    device: Device, config: WorkerConfig, abort: Abort, now: Callable[[], float], step_log: StepLog = NO_STEP_LOG
+) -> Runner:
     """A runner over an opened device."""
     lanes = Lanes(device.driver, device.streams, abort)
     drops = DropQueue()
@@ -94,6 +99,7 @@ def build_runner(device: Device, config: WorkerConfig, abort: Abort, now: Callab
         tables=tables,
         async_depth=config.async_depth,
         now=now,
+        step_log=step_log,
     )
 
 
@@ -211,7 +217,8 @@ def _serve(frames: ZmqFrames, channel: FrameChannel, rank: int, control_fd: int 
         device = device_opener(config.device)(
             config, watchdog, lambda what, done, total: channel.send(Loading(what, done, total))
         )
-        runner = build_runner(device, config, fail_stop.abort, time.monotonic)
+        step_log = _step_log(config, device, rank)
+        runner = build_runner(device, config, fail_stop.abort, time.monotonic, step_log)
     except Exception as error:
         refused = isinstance(error, ConfigError)
         channel.send(Farewell(str(error) if refused else describe_chain(error), config_error=refused))
@@ -221,7 +228,7 @@ def _serve(frames: ZmqFrames, channel: FrameChannel, rank: int, control_fd: int 
     channel.send(Ready(device.total_pages, device.max_model_len, device.dtype, device.name, loaded, *lanes))
     worker = Worker(channel, runner, watchdog, fail_stop.abort, wait_timeout=config.gpu_wait_timeout)
     try:
-        _loop(frames, worker, device)
+        _loop(frames, worker, device, step_log)
     except PeerLost:
         worker.lose_core()
         raise
@@ -231,16 +238,33 @@ def _serve(frames: ZmqFrames, channel: FrameChannel, rank: int, control_fd: int 
     return 0
 
 
-def _loop(frames: ZmqFrames, worker: Worker, device: Device) -> None:
+def _step_log(config: WorkerConfig, device: Device, rank: int) -> StepLog:
+    if config.step_log is None:
+        return NO_STEP_LOG
+    return open_step_log(
+        Path(config.step_log),
+        device,
+        model=Path(config.model).name,
+        overlap=config.decode_overlap,
+        rank=rank,
+        greenlane=version("greenlane"),
+        now=time.monotonic,
+        unix_time=time.time(),
+    )
+
+
+def _loop(frames: ZmqFrames, worker: Worker, device: Device, step_log: StepLog) -> None:
     """Sleep until a frame or the awaited completion is there, then step."""
     wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
     frames.watch(wake_fd)
     completions = CompletionThread(device.driver.table, lambda: os.eventfd_write(wake_fd, 1))
     while worker.running:
-        completion, timeout = worker.awaited(time.monotonic())
+        since = time.monotonic()
+        completion, timeout = worker.awaited(since)
         if completion is not None:
             completions.watch(completion)
         frames.wait(timeout)
+        step_log.waited(completion, since)
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(wake_fd)
         worker.step()

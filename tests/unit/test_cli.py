@@ -49,6 +49,7 @@ def test_every_process_accepts_what_serve_hands_it(tmp_path: Path) -> None:
     values: dict[str, Value] = {flag.key: flag.default for flag in FLAGS if flag.default is not None}
     values |= {"model": str(TINY), "served_model_name": ["a", "b"], "enable_prefix_caching": False, "threads": "1"}
     values |= {"max_model_len": "512", "kv_cache_memory": "64MiB", "request_timeout": "30", "crash_dir": str(tmp_path)}
+    values["step_log"] = str(tmp_path / "steps.jsonl")
     unset = {flag.key for flag in FLAGS} - values.keys()
     assert unset == {"engine_address", "decode_sms"}
     plan = make_plan(values, tmp_path)

@@ -100,6 +100,7 @@ def open_device(config: WorkerConfig, watch: Watch, progress: Progress) -> Devic
         dtype="bfloat16",
         name=f"cuda:{ordinal} {properties.name}",
         lanes=_lane_sizes(opened),
+        timed=True,
     )
 
 
