@@ -1,0 +1,101 @@
+"""What the sections of `gpu_check.py` share: the options, the models, the lane modes and their server flags.
+
+Owns no measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts.bench import make_shape
+from scripts.serving import TINY
+
+ROOT = Path(__file__).resolve().parents[2]
+DEFAULT_CHUNK = 2048
+"""Tokens of a prefill launch where a mode doesn't say."""
+FAKE_KV = "64GiB"
+"""The fake device keeps eight bytes a token, whatever the model's pages would take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How the sections run; all of it stands in the header of what they measured."""
+
+    device: str
+    """cuda, cuda:N, or fake for a dry run of the harness."""
+    out: Path
+    work: Path
+    """Logs and models of shapes."""
+    shape: str
+    """tiny (real weights) or a shape of make_shape.py (random weights)."""
+    modes: tuple[str, ...]
+    rows: tuple[str, ...]
+    injected_s: float
+    undisturbed_s: float
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.startswith("cuda")
+
+    def model(self) -> Path:
+        """A folder of the shape."""
+        if self.shape == "tiny":
+            return TINY
+        folder = self.work / f"qwen3-{self.shape}"
+        return folder if (folder / "config.json").exists() else make_shape.write(self.shape, folder)
+
+    @property
+    def vocabulary(self) -> int:
+        return 4000 if self.shape == "tiny" else make_shape.VOCABULARY
+
+    @property
+    def context(self) -> int:
+        return 2048 if self.shape == "tiny" else 16384
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """A way to serve: `off-CHUNK`, `stream[-CHUNK]`, or `green-SMS[-CHUNK]`."""
+
+    label: str
+    overlap: str
+    decode_sms: int | None
+    chunk: int
+
+
+def parse_mode(label: str) -> Mode:
+    """Raises argparse.ArgumentTypeError naming the forms."""
+    match = re.fullmatch(r"(off|stream|green-(\d+))(?:-(\d+))?", label)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{label!r} is no mode: off-CHUNK, stream[-CHUNK] or green-SMS[-CHUNK]")
+    name, sms, chunk = match.groups()
+    return Mode(label, name.partition("-")[0], int(sms) if sms else None, int(chunk) if chunk else DEFAULT_CHUNK)
+
+
+def server_flags(options: Options, mode: Mode, *further: str) -> list[str]:
+    """Flags of `greenlane serve` for a mode; what is the same for every mode is here alone."""
+    flags = [
+        f"--device={options.device}",
+        f"--decode-overlap={mode.overlap}",
+        f"--max-num-batched-tokens={mode.chunk}",
+        f"--max-model-len={options.context}",
+        "--max-num-seqs=128",
+    ]
+    if mode.decode_sms is not None:
+        flags.append(f"--decode-sms={mode.decode_sms}")
+    if options.shape != "tiny":
+        flags.append("--load-format=dummy")
+    flags.append("--gpu-memory-utilization=0.8" if options.on_gpu else f"--kv-cache-memory={FAKE_KV}")
+    return [*flags, *further]
+
+
+def digest(path: Path) -> dict[str, int | str] | None:
+    """What identifies a file that isn't kept."""
+    if not path.exists():
+        return None
+    data = path.read_bytes()
+    return {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data), "lines": data.count(b"\n")}
