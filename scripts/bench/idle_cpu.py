@@ -1,7 +1,7 @@
 """CPU that an idle server uses: every process of `greenlane serve` over 30 s, once it has answered and gone quiet.
 
-Prints a table, then one JSON line: `idle_core_pct` is the percentage of one core that the whole tree used, scaled by the
-yardstick of `scale.py`; `measured_pct` is what this machine showed.
+Prints a table, then one JSON line: `idle_core_pct` is the percentage of one core that the whole tree used, scaled by
+the yardstick of `scale.py`; `measured_pct` is what this machine showed.
 
     python scripts/bench/idle_cpu.py [--model FOLDER] [--seconds 30]
 """
