@@ -62,11 +62,10 @@ class PrefillLaunch(_Line, tag="prefill_launch"):
     chunk_tokens: int
 
 
-class _Done(_Line):
-    """`beside`: the primary lane kept to its partition, since a prefill was in flight at the launch."""
+class Decode(_Line):
+    """`beside`: a prefill was in flight at the launch, so the step kept to its share of the SMs."""
 
     step: int
-    lane: str
     start: float
     end: float
     decode_rows: int
@@ -74,12 +73,12 @@ class _Done(_Line):
     beside: bool
 
 
-class Decode(_Done):
-    pass
-
-
-class Complete(_Done):
-    pass
+class Complete(_Line):
+    step: int
+    start: float
+    end: float
+    rows: int
+    chunk_tokens: int
 
 
 class Join(_Line):
@@ -214,11 +213,11 @@ class FileStepLog:
             self._timer.drop(span)
             self.write(Failed(batch.step, LANES[batch.lane], self._us(self._now())))
             return
-        start, end = self._timer.read(span)
-        kind = Decode if batch.lane is Lane.PRIMARY else Complete
-        rows, tokens = batch.decode_rows, len(batch.ids)
-        lane = LANES[batch.lane]
-        self.write(kind(batch.step, lane, round(start, 1), round(end, 1), rows, tokens, batch.beside_prefill))
+        start, end = (round(us, 1) for us in self._timer.read(span))
+        if batch.lane is Lane.PRIMARY:
+            self.write(Decode(batch.step, start, end, batch.decode_rows, len(batch.ids), batch.beside_prefill))
+        else:
+            self.write(Complete(batch.step, start, end, len(batch.slots), len(batch.ids)))
 
     def joined(self, step: int, batch: Batch, span: Span | None) -> None:
         if span is None:
@@ -226,8 +225,8 @@ class FileStepLog:
         if span.end is None:
             self._timer.drop(span)
             return
-        start, end = self._timer.read(span)
-        self.write(Join(step, batch.step, round(start, 1), round(end, 1)))
+        start, end = (round(us, 1) for us in self._timer.read(span))
+        self.write(Join(step, batch.step, start, end))
 
     def waited(self, completion: Completion | None, since: float) -> None:
         at = self._us(since)
