@@ -23,13 +23,13 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import import_module
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this file is run as a script
 
-from scripts.gpu import itl
+from scripts.gpu import itl, memcheck, overlap, smoke, tests_on_gpu
 from scripts.gpu.options import ROOT, Options, parse_mode
 from scripts.gpu_kernels import machine
 from scripts.serving import process_tree
@@ -42,22 +42,21 @@ STOP_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """`module.run(options)` gives a dict, or an iterable of lines."""
+    """What runs, for how long at most, on which model unless --shape names another."""
 
-    module: str
+    run: Callable[[Options], dict[str, Any] | Iterable[dict[str, Any]]]
     limit_s: float
     shape: str
-    """The model, unless --shape names another."""
 
 
 SECTIONS = {
-    "smoke": Section("scripts.gpu.smoke", 240, "0.6b"),
-    "overlap": Section("scripts.gpu.overlap", 240, "4b"),
-    "handoff": Section("scripts.gpu.handoff", 240, "tiny"),
-    "failstop": Section("scripts.gpu.failstop", 300, "0.6b"),
-    "idle": Section("scripts.gpu.idle", 180, "0.6b"),
-    "memcheck": Section("scripts.gpu.memcheck", 420, "tiny"),
-    "itl": Section("scripts.gpu.itl", 1200, "4b"),
+    "smoke": Section(smoke.run, 240, "0.6b"),
+    "overlap": Section(overlap.run, 240, "4b"),
+    "handoff": Section(partial(tests_on_gpu.run, file="test_hand_off.py"), 240, "tiny"),
+    "failstop": Section(partial(tests_on_gpu.run, file="test_fail_stop.py"), 300, "0.6b"),
+    "idle": Section(partial(tests_on_gpu.run, file="test_idle_wait.py"), 180, "0.6b"),
+    "memcheck": Section(memcheck.run, 420, "tiny"),
+    "itl": Section(itl.run, 1200, "4b"),
 }
 
 
@@ -161,10 +160,10 @@ def kill_tree(root: int) -> None:
 def run_one(options: argparse.Namespace) -> int:
     """Write what the section measures to the file, a JSON line each, as it comes."""
     name, file = options.one
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     section = SECTIONS[name]
-    run: Callable[[Options], dict[str, Any] | Iterable[dict[str, Any]]] = import_module(section.module).run
     shape = options.shape or section.shape
-    measured = run(
+    measured = section.run(
         Options(
             device=options.device,
             out=options.out,

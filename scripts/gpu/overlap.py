@@ -8,6 +8,7 @@ process of its own (tests/gpu/test_green_lanes.py).
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import statistics
 from dataclasses import replace
@@ -90,7 +91,7 @@ def launch_gaps(lines: list[Line], decodes: list[Line]) -> list[float]:
     launched = {line["step"] for line in lines if line["event"] == "prefill_launch"}
     gaps = {
         after["step"]: (after["start"] - before["end"]) / 1e3
-        for before, after in zip(decodes, decodes[1:], strict=False)
+        for before, after in itertools.pairwise(decodes)
         if after["step"] == before["step"] + 1
     }
     usual = statistics.median([gap for step, gap in gaps.items() if step not in launched] or [0.0])

@@ -1,4 +1,4 @@
-"""Runs files of tests/gpu in a process of their own, and reads what they found and measured.
+"""Runs a file of tests/gpu in a process of its own, and reads what it found and measured.
 
 Owns the call of pytest. A test passes figures on as properties (`record_property`).
 """
@@ -16,14 +16,15 @@ from scripts.gpu.options import ROOT, Options
 FOLDER = ROOT / "tests" / "gpu"
 
 
-def run(options: Options, *files: str) -> dict[str, Any]:
+def run(options: Options, file: str) -> dict[str, Any]:
     """Each test's outcome and figures by its name; `broken` names those that failed or were left out."""
-    report = options.work / f"{files[0]}.xml"
+    report = options.work / f"{file}.xml"
     report.unlink(missing_ok=True)
     command = [sys.executable, "-P", "-m", "pytest", "-m", "gpu", "-q", "--tb=short", f"--junitxml={report}"]
     command += ["-o", "junit_family=xunit1", "-p", "no:cacheprovider", "--gpu-device", options.device]
     command += ["-W", "default"]  # what the machine's libraries warn of is not this project's
-    done = subprocess.run([*command, *(str(FOLDER / file) for file in files)], cwd=ROOT, check=False)
+    command.append(str(FOLDER / file))
+    done = subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=False)
     if not report.exists():
         return {"broken": [f"pytest ended with status {done.returncode} and no report"]}
     cases = list(ElementTree.parse(report).iter("testcase"))
