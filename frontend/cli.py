@@ -140,3 +140,14 @@ def check(
     from frontend.check import check_machine, print_findings
 
     raise typer.Exit(print_findings(check_machine(model, device, (port, grpc_port)), as_json=as_json))
+
+
+@app.command()
+def trace(
+    log: Annotated[Path, typer.Argument(metavar="FILE", help="What `greenlane serve --step-log FILE` wrote.")],
+    out: Annotated[str | None, typer.Option(metavar="NAME", help="Path of the files; default: FILE's, bare.")] = None,
+) -> None:
+    """Show what a worker did when: a summary, a picture (NAME.svg, NAME.png), NAME.trace.json for ui.perfetto.dev."""
+    from frontend.trace.command import trace as show
+
+    raise typer.Exit(show(log, out))
