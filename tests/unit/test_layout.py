@@ -18,13 +18,21 @@ PACKAGES = ("engine_core", "frontend")
 
 PLAIN = ("engine_core.config", "engine_core.errors", "engine_core.request", "engine_core.step")
 PLAIN_MODEL = (*PLAIN, "engine_core.model_config")
-BOOKKEEPING = (
-    "engine_core.cache",
-    "engine_core.ledger",
-    "engine_core.rows",
-    "engine_core.sequence",
-    "engine_core.waiting",
+POLICY_NAMES = (
+    "cache",
+    "deadlines",
+    "flight",
+    "ledger",
+    "open_sequences",
+    "outputs",
+    "residency",
+    "results",
+    "rows",
+    "sequence",
+    "waiting",
 )
+BOOKKEEPING = tuple(f"engine_core.{name}" for name in POLICY_NAMES)
+"""Pure policy and bookkeeping below the scheduler."""
 
 INTERNAL_IMPORTS: dict[str, tuple[str, ...]] = {
     # the module or package on the left imports only these of the project's own (and itself)
