@@ -64,8 +64,8 @@ CUDA_HOMES = (
     "engine_core.worker.graphs",
     "engine_core.ops.cuda",
 )
-ENVIRONMENT_READERS = ("frontend.serve",)
-"""It asks where the private folder of local sockets belongs (XDG_RUNTIME_DIR), and nothing else."""
+ENVIRONMENT_READERS = ("frontend.serve", "engine_core.executor.sockets")
+"""They ask where the private folder of local sockets belongs (XDG_RUNTIME_DIR), and nothing else."""
 UNSAFE_MODULES = ("pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "multiprocessing")
 UNSAFE_CALLS = ("torch.load", "os.fork", "os.forkpty", "pty.fork", "os.system", "eval", "exec")
 
