@@ -31,8 +31,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     """Tokens, prompt + output; default: the model's, cut to what the KV cache can hold."""
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    """Tokens a step, decode rows included."""
+    max_num_batched_tokens: int | None = None
+    """Tokens a step, decode rows included; default: 2048, and 8192 where prefill has a lane of its own and a long chunk
+    holds up nobody."""
     page_size: int = 16
     """Tokens a KV page (vLLM's --block-size)."""
     kv_cache_memory: int | None = None
@@ -67,6 +68,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "info"
 
     @property
+    def token_budget(self) -> int:
+        """max_num_batched_tokens as it is in force."""
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        return 2048 if self.decode_overlap == "off" else 8192
+
+    @property
     def device_kind(self) -> str:
         return self.device.split(":", 1)[0]
 
@@ -88,10 +96,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.tensor_parallel_size != 1:
             raise ConfigError("--tensor-parallel-size above 1 can't be served by this version; use 1")
         _within("--max-num-seqs", self.max_num_seqs, 1, 4096)
-        _within("--max-num-batched-tokens", self.max_num_batched_tokens, 16, 1 << 20)
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        _within("--max-num-batched-tokens", self.token_budget, 16, 1 << 20)
+        if self.token_budget < self.max_num_seqs:
             raise ConfigError(
-                f"--max-num-batched-tokens ({self.max_num_batched_tokens}) must be at least --max-num-seqs "
+                f"--max-num-batched-tokens ({self.token_budget}) must be at least --max-num-seqs "
                 f"({self.max_num_seqs}): every running sequence may decode one token a step"
             )
         _within("--page-size", self.page_size, 1, 256)

@@ -213,7 +213,7 @@ def worker_config(config: EngineConfig, folder: Path) -> WorkerConfig:
         load_format=config.load_format,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=config.token_budget,
         page_size=config.page_size,
         kv_cache_memory=config.kv_cache_memory,
         gpu_memory_utilization=config.gpu_memory_utilization,
@@ -233,7 +233,7 @@ def build_engine(
     """The engine over a worker that is ready, with the sizes that it could keep to."""
     scheduler = Scheduler(
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=config.token_budget,
         page_size=config.page_size,
         total_pages=ready.total_pages,
         max_model_len=ready.max_model_len,
@@ -281,7 +281,7 @@ def base_info(config: EngineConfig, model: ModelConfig) -> pb.GetInfoResponse:
         instance_id=secrets.token_hex(16),
         limits=pb.Limits(
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=config.token_budget,
             max_queue=config.max_queue,
             max_message_bytes=MAX_MESSAGE_BYTES,
             max_unacked_bytes=MAX_UNACKED_BYTES,
