@@ -19,10 +19,10 @@ MIN_STEPS = 30
 """At least about so many steps are shown."""
 ROLES = {
     "decode": "decode step",
-    "beside": "decode step beside a prefill",
+    "beside": "decode beside a prefill",
     "mixed": "step with chunks",
     "prefill": "prefill batch",
-    "join": "join: draws the tokens of a prefill",
+    "join": "join (draws)",
     "launch": "host enqueues",
     "wait": "host sleeps",
 }

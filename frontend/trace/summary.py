@@ -172,12 +172,12 @@ def print_summary(console: rich.console.Console, run: Run, summary: Summary) -> 
     if summary.prefills:
         console.print(_prefill_table(summary))
     for count, what in (
-        (summary.failed, "pieces of work failed"),
-        (summary.dropped, "lines were dropped: the file was slower than the worker"),
-        (summary.unreadable, "lines can't be read"),
+        (summary.failed, "work that failed"),
+        (summary.dropped, "lines dropped because the file was slower than the worker"),
+        (summary.unreadable, "lines that can't be read"),
     ):
         if count:
-            console.print(f"{count} {what}")
+            console.print(f"{what}: {count}")
 
 
 def _prefill_table(summary: Summary) -> rich.table.Table:
