@@ -47,7 +47,12 @@ from scripts.gpu_kernel_cases import (
 Row = dict[str, float | int | str]
 COPIES = 6
 """Sets of weights that the timed calls take turns at."""
-TILES = [Tile(w, r, d) for w, r, d in itertools.product((4, 8, 16), (1, 2), (1, 2, 3, 4, 6)) if w * r * d <= 48]
+TILES = [
+    *(Tile(w, r, d) for w, r, d in itertools.product((4, 8, 16), (1, 2), (1, 2, 3, 4, 6)) if w * r * d <= 48),
+    *(Tile(w, 1, d, 4) for w, d in itertools.product((4, 8, 16), (2, 3, 4)) if w * d <= 48),
+    *(Tile(w, 2, d, 4) for w, d in itertools.product((4, 8), (2, 3)) if w * d <= 16),
+    *(Tile(w, 4, d, 1) for w, d in ((4, 1), (4, 2), (8, 1))),
+]
 
 
 def layers_4b() -> dict[str, Callable[[], LinearWeights]]:
@@ -83,11 +88,15 @@ def time_linear(cache: Path) -> Iterable[Row]:
                 "cuBLAS us": _cublas_us(layers, tokens),
                 "best us": best_us,
                 "best TB/s": size / best_us / 1e6,
-                "best": f"{best.warps}/{best.row_tiles}/{best.depth}",
+                "best": name_of(best),
                 "next": " ".join(
-                    f"{t.warps}/{t.row_tiles}/{t.depth}:{us:.2f}" for us, t in sorted(timed, key=lambda p: p[0])[1:5]
+                    f"{name_of(tile)}:{us:.2f}" for us, tile in sorted(timed, key=lambda pair: pair[0])[1:4]
                 ),
             }
+
+
+def name_of(tile: Tile) -> str:
+    return f"{tile.warps}/{tile.row_tiles}/{tile.depth}/{tile.ahead}"
 
 
 def _linear_us(layers: list[LinearWeights], tokens: int, kernels: CudaKernels, tile: Tile | None) -> float:
@@ -130,7 +139,7 @@ def time_attention(cache: Path) -> Iterable[Row]:
             "FlashInfer TB/s": size / peer / 1e6,
             **{
                 f"{warps}w {blocks}b us": _attention_us(context, kernels, Cut(warps, blocks))
-                for warps, blocks in itertools.product((2, 4, 8), (3, 6, 12, 24))
+                for warps, blocks in itertools.product((2, 4, 8), (1, 2, 3, 4, 6, 8))
             },
         }
 
@@ -228,7 +237,7 @@ def time_sampling(cache: Path) -> Iterable[Row]:
 
 def time_prefill(cache: Path) -> Iterable[Row]:
     heads = QWEN3_4B.heads
-    workspace = torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE)
+    workspace = torch.empty(512 << 20, dtype=torch.uint8, device=DEVICE)
     context = make_context(heads, [0], [1], 1, 16384, 1)
     pages, (kv,) = page_lists(context), context.pools
     for backend in Backend:

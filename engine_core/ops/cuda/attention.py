@@ -13,19 +13,19 @@ import torch
 
 from engine_core.ops.cuda.kernel import Kernel, Kernels, address, require
 from engine_core.ops.cuda.layer import HEAD_DIMS, Heads
-from engine_core.ops.cuda.splits import LEAST_PAGES, PAGE, spare_items
+from engine_core.ops.cuda.splits import LEAST_PAGES, MAX_ROWS, PAGE, wave_items
 
-PLAN_THREADS = 256
+PLAN_THREADS = 32
 ITEM_BYTES = 16
 MAX_GROUP = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Warps of a block, and blocks for each SM that the plan aims at; the defaults measured best on an H200."""
+    """Warps of a block, and the blocks that fit on an SM at a time; the defaults measured best on an H200."""
 
     warps: int = 4
-    blocks_per_sm: int = 6
+    blocks_per_sm: int = 3
 
 
 class DecodeAttention:
@@ -36,6 +36,8 @@ class DecodeAttention:
     ) -> None:
         """`sms`: of the lane that will replay it. Raises ValueError for a shape that isn't served."""
         group, rest = divmod(heads.query, heads.kv)
+        if max_rows > MAX_ROWS:
+            raise ValueError(f"{max_rows} rows; at most {MAX_ROWS} are served")
         if rest or not 1 <= group <= MAX_GROUP or heads.head_dim not in HEAD_DIMS or heads.page_size != PAGE:
             raise ValueError(
                 f"{heads} isn't served: 1 to {MAX_GROUP} query heads a kv head, head_dim {HEAD_DIMS}, pages of {PAGE}"
@@ -44,8 +46,8 @@ class DecodeAttention:
         self._heads = heads
         self._warps = cut.warps
         self._max_rows = max_rows
-        self._spare = spare_items(heads.kv, sms, cut.blocks_per_sm)
-        capacity = max_rows + self._spare
+        self._wave = wave_items(heads.kv, sms, cut.blocks_per_sm)
+        capacity = max_rows + self._wave
         self._items = torch.zeros(capacity, ITEM_BYTES, dtype=torch.uint8, device=device)
         self._count = torch.zeros(1, dtype=torch.int32, device=device)
         self._partial_output = torch.empty(capacity, heads.query, heads.head_dim, dtype=torch.float32, device=device)
@@ -61,9 +63,12 @@ class DecodeAttention:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def plan(self, slots: torch.Tensor, positions: torch.Tensor) -> None:
-        """Cut this step's rows into items; before the first layer. int32 [rows] each, slot -1 for padding."""
+        """Cut this step's rows into items. int32 [rows] each, slot -1 for padding.
+
+        At least one other launch must lie between this and the first layer's attention.
+        """
         rows = self._check_rows(slots, positions)
-        scalars = (ctypes.c_int32(value) for value in (rows, self._spare, LEAST_PAGES))
+        scalars = (ctypes.c_int32(value) for value in (rows, self._wave, LEAST_PAGES))
         buffers = (address(tensor) for tensor in (slots, positions, self._items, self._count))
         self._plan((1, 1, 1), PLAN_THREADS, [*buffers, *scalars])
 
@@ -90,7 +95,7 @@ class DecodeAttention:
         require(page_table, torch.int32, (None, None), "page_table")
         require(out, torch.bfloat16, (rows, heads.query, heads.head_dim), "out")
         self._attend(
-            (rows + self._spare, heads.kv, 1),
+            (rows + self._wave, heads.kv, 1),
             32 * self._warps,
             [
                 *(address(tensor) for tensor in (qkv, kv, slots, positions, page_table, self._items, self._count)),

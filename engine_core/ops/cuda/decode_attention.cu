@@ -15,7 +15,8 @@
 #include "device.cuh"
 
 constexpr int PAGE = 16;  // tokens
-constexpr int PLAN_THREADS = 256;
+constexpr int MOST_ROWS = 1024;
+constexpr int MOST_SPLITS = 128;
 constexpr int CHUNKS = HEAD_DIM / 32;  // 32-dimension chunks of a key
 constexpr int HALVES = HEAD_DIM / 64;  // 64-dimension halves of a value
 
@@ -27,55 +28,62 @@ struct alignas(16) Item {
   u16 split;   // this one's number among them
 };
 
-__device__ inline int scan_block(int value) {  // inclusive sum over the block's threads
-  __shared__ int sums[PLAN_THREADS / 32];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll
-  for (int by = 1; by < 32; by *= 2) {
-    const int lower = __shfl_up_sync(ALL_LANES, value, by);
-    if (lane >= by) value += lower;
-  }
-  __syncthreads();
-  if (lane == 31) sums[warp] = value;
-  __syncthreads();
-  for (int i = 0; i < warp; ++i) value += sums[i];
-  return value;
-}
-
-// Cuts the rows' pages into items of about equal size: at most rows + spare of them. One block.
+// Cuts the rows' pages into at most `wave` items of about equal size, or the next multiple of `wave` that holds a row
+// each. One warp.
 //   slots, positions: int32 [rows], slot -1 for padding; a row attends to positions 0 .. its own.
-//   items: [rows + spare]; count: int32 [1].
-extern "C" __global__ void __launch_bounds__(PLAN_THREADS)
-    plan_splits(const int* slots, const int* positions, Item* items, int* count, int rows, int spare, int least_pages) {
-  __shared__ int total;
+//   items: [rows + wave]; count: int32 [1].
+extern "C" __global__ void __launch_bounds__(32)
+    plan_splits(const int* slots, const int* positions, Item* items, int* count, int rows, int wave, int least_pages) {
+  __shared__ int pages[MOST_ROWS];
   wait_for_previous();
   allow_next();
-  const int each = (rows + PLAN_THREADS - 1) / PLAN_THREADS;
-  const int first = threadIdx.x * each, last = min(first + each, rows);
-  int pages = 0;
-  for (int row = first; row < last; ++row) pages += slots[row] < 0 ? 0 : positions[row] / PAGE + 1;
-  const int through = scan_block(pages);
-  if (threadIdx.x == PLAN_THREADS - 1) total = through;
-  __syncthreads();
-  // sum of ceil(pages / size) <= total / size + rows <= spare + rows
-  const int size = max((total + spare - 1) / spare, least_pages);
-  int wanted = 0;
-  for (int row = first; row < last; ++row) {
-    if (slots[row] >= 0) wanted += (positions[row] / PAGE + size) / size;
+  const int lane = threadIdx.x;
+  int live = 0, total = 0, longest = 0;
+  for (int row = lane; row < rows; row += 32) {
+    pages[row] = slots[row] < 0 ? 0 : positions[row] / PAGE + 1;
+    live += pages[row] > 0;
+    total += pages[row];
+    longest = max(longest, pages[row]);
   }
-  const int end = scan_block(wanted);
-  if (threadIdx.x == PLAN_THREADS - 1) *count = end;
-  int place = end - wanted;
-  for (int row = first; row < last; ++row) {
-    if (slots[row] < 0) continue;
-    const int of_row = positions[row] / PAGE + 1;
-    const int splits = (of_row + size - 1) / size;
-    for (int split = 0; split < splits; ++split) {
-      const int from = static_cast<int>(static_cast<u64>(of_row) * split / splits);
-      const int to = static_cast<int>(static_cast<u64>(of_row) * (split + 1) / splits);
-      items[place++] = Item{row, from, to - from, static_cast<u16>(splits), static_cast<u16>(split)};
+  __syncwarp();
+  live = sum_lanes(live);
+  total = sum_lanes(total);
+  longest = max_lanes(longest);
+  const int limit = max((live + wave - 1) / wave, 1) * wave;
+  const auto items_of = [&](int size) {
+    int mine = 0;
+    for (int row = lane; row < rows; row += 32) mine += (pages[row] + size - 1) / size;
+    return sum_lanes(mine);
+  };
+  int size = max(max((total + limit - 1) / limit, (longest + MOST_SPLITS - 1) / MOST_SPLITS), least_pages);
+  int enough = max(size, longest);  // one item a row
+  while (size < enough) {
+    const int middle = (size + enough) / 2;
+    if (items_of(middle) <= limit) {
+      enough = middle;
+    } else {
+      size = middle + 1;
     }
   }
+  int place = 0;
+  for (int first = 0; first < rows; first += 32) {
+    const int row = first + lane;
+    const int of_row = row < rows ? pages[row] : 0;
+    const int splits = (of_row + size - 1) / size;
+    int end = splits;
+#pragma unroll
+    for (int by = 1; by < 32; by *= 2) {
+      const int lower = __shfl_up_sync(ALL_LANES, end, by);
+      if (lane >= by) end += lower;
+    }
+    for (int split = 0; split < splits; ++split) {
+      const int from = of_row * split / splits, to = of_row * (split + 1) / splits;
+      items[place + end - splits + split] =
+          Item{row, from, to - from, static_cast<u16>(splits), static_cast<u16>(split)};
+    }
+    place += __shfl_sync(ALL_LANES, end, 31);
+  }
+  if (lane == 0) *count = place;
 }
 
 struct Page {
@@ -192,6 +200,7 @@ struct Meeting {  // where a block's warps, then a row's items, merge
   float output[WARPS][GROUP][HEAD_DIM];
   float maximum[WARPS][GROUP];
   float sum[WARPS][GROUP];
+  float shares[MOST_SPLITS][GROUP];
   bool is_last;
 };
 
@@ -256,32 +265,52 @@ __device__ inline void merge_warps(const Meeting& meeting, const Item& item, con
   }
 }
 
-// Merges the partials of a row's items, one warp a query; lanes hold neighbouring dimensions.
-__device__ inline void merge_items(const Partials& partials, u64 first, u64 stride, int splits, u16* result) {
-  constexpr int EACH = HEAD_DIM / 32;
+// The weight of each item's partial in the row's result, one warp a query.
+__device__ inline void weigh_items(Meeting& meeting, const Partials& partials, u64 first, u64 stride, int splits) {
+  constexpr int EACH = MOST_SPLITS / 32;
   const int lane = threadIdx.x % 32;
   for (int query = threadIdx.x / 32; query < GROUP; query += WARPS) {
-    float maximum = MINUS_INFINITY;
-    for (int split = lane; split < splits; split += 32) {
-      maximum = fmaxf(maximum, partials.weight[first + split * stride + query].a);
+    Pair weights[EACH];
+    float maximum = MINUS_INFINITY, total = 0.0f;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+      const int split = lane + 32 * i;
+      weights[i] = split < splits ? partials.weight[first + split * stride + query] : Pair{MINUS_INFINITY, 0.0f};
+      maximum = fmaxf(maximum, weights[i].a);
     }
     maximum = max_lanes<1, 16>(maximum);
-    float total = 0.0f, output[EACH] = {};
-#pragma unroll 4
-    for (int split = 0; split < splits; ++split) {
-      const u64 place = first + split * stride + query;
-      const Pair weight = partials.weight[place];
-      const float share = weight.b * exp2_fast(weight.a - maximum);
-      total += share;
 #pragma unroll
-      for (int i = 0; i < EACH; ++i) output[i] += share * partials.output[place * HEAD_DIM + EACH * lane + i];
+    for (int i = 0; i < EACH; ++i) total += weights[i].b * exp2_fast(weights[i].a - maximum);
+    total = sum_lanes<1, 16>(total);
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+      meeting.shares[lane + 32 * i][query] = weights[i].b * exp2_fast(weights[i].a - maximum) / total;
     }
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) result[query * HEAD_DIM + EACH * lane + i] = narrow(output[i] / total);
   }
 }
 
-// grid: (rows + spare, kv_heads).
+// Merges the partials of a row's items.
+__device__ inline void merge_items(Meeting& meeting, const Partials& partials, u64 first, u64 stride, int splits,
+                                   u16* result) {
+  constexpr int QUADS = HEAD_DIM / 4;
+  weigh_items(meeting, partials, first, stride, splits);
+  __syncthreads();
+  const Quad* const outputs = reinterpret_cast<const Quad*>(partials.output);
+  for (int i = threadIdx.x; i < GROUP * QUADS; i += 32 * WARPS) {
+    const int query = i / QUADS;
+    Quad value{};
+#pragma unroll 8
+    for (int split = 0; split < splits; ++split) {
+      const Quad part = outputs[(first + split * stride) * QUADS + i];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) value.v[j] += meeting.shares[split][query] * part.v[j];
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) result[4 * i + j] = narrow(value.v[j]);
+  }
+}
+
+// grid: (rows + wave, kv_heads). At least one other launch lies between plan_splits and this.
 //   q: bf16, row r's heads at q + r * q_stride; out: bf16 [rows, kv_heads * GROUP, HEAD_DIM]
 //   kv: bf16 [pages, 2, PAGE, kv_heads, HEAD_DIM]; page_table: int32 [slots, table_width]
 //   arrivals: u32 [rows, kv_heads], zero before the first launch and after each
@@ -290,26 +319,32 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
                      const Item* items, const int* count, u16* out, float* partial_output, Pair* partial_weight,
                      u32* arrivals, int q_stride, int table_width, float scale) {
   __shared__ Meeting meeting;
-  wait_for_previous();
-  allow_next();
-  if (static_cast<int>(blockIdx.x) >= *count) return;
-  const Item item = items[blockIdx.x];
   const int kv_heads = gridDim.y, kv_head = blockIdx.y;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int group = lane / 4, part = lane % 4;
-  const int* const table = page_table + static_cast<u64>(slots[item.row]) * table_width + item.first_page;
+  const u64 stride = static_cast<u64>(kv_heads) * HEAD_DIM;  // from token to token
+  const bool exists = static_cast<int>(blockIdx.x) < *count;
+  const Item item = exists ? items[blockIdx.x] : Item{0, 0, 0, 1, 0};
+  const int* const table = page_table + static_cast<u64>(exists ? slots[item.row] : 0) * table_width + item.first_page;
   const int length = positions[item.row] + 1 - item.first_page * PAGE;  // of the context, from the item's first page on
-  const u64 stride = static_cast<u64>(kv_heads) * HEAD_DIM;             // from token to token
   const u16* const head = kv + kv_head * HEAD_DIM;
+  const u16* next = head + (warp < item.pages ? table[warp] : 0) * (2 * PAGE * stride);
 
-  Running running;
+  // A warp's first page was written by earlier steps, unless the newest token is in it.
   Page page;
-  const u16* next = nullptr;
-  if (warp < item.pages) {
-    next = head + table[warp] * (2 * PAGE * stride);
+  const bool is_old = warp < item.pages && length > (warp + 1) * PAGE;
+  if (is_old) {
     request_keys(page, next, stride, group, part);
     request_values(page, next, stride, group, part);
   }
+  wait_for_previous();
+  allow_next();
+  if (!exists) return;
+  if (!is_old && warp < item.pages) {
+    request_keys(page, next, stride, group, part);
+    request_values(page, next, stride, group, part);
+  }
+  Running running;
   Query query;
   const u16* const queries = q + static_cast<u64>(item.row) * q_stride + (kv_head * GROUP + group) * HEAD_DIM;
 #pragma unroll
@@ -346,5 +381,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     __threadfence();
   }
   __syncthreads();
-  if (meeting.is_last) merge_items(partials, place - item.split * stride_of_items, stride_of_items, item.splits, result);
+  if (meeting.is_last) {
+    merge_items(meeting, partials, place - item.split * stride_of_items, stride_of_items, item.splits, result);
+  }
 }

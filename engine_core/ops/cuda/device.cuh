@@ -4,8 +4,8 @@
 // C++, in front of this one and run the same kernels on a CPU.
 //
 // Launch overlap (programmatic dependent launch), the one rule: every kernel calls wait_for_previous() in every thread
-// before it touches anything that another kernel writes or reads, and allow_next() only after that. So when a kernel
-// starts, its predecessor's predecessor is complete; what comes before the wait may read constants (weights) alone.
+// before it writes anything or reads what its predecessor writes, and allow_next() only after that. So when a kernel
+// starts, all launches before its predecessor are complete: until the wait it may read what those wrote, and constants.
 #pragma once
 
 using u16 = unsigned short;
@@ -28,7 +28,12 @@ constexpr float LOG2_E = 1.4426950408889634f;
 
 // ------------------------------ launch overlap
 
-__device__ inline void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// In a loop of one turn (no grid here has a third dimension), because within a block of code the assembler moves the wait
+// ahead of the loads before it, which are there to be in flight during the wait.
+__device__ inline void wait_for_previous() {
+#pragma unroll 1
+  for (u32 turn = 0; turn < gridDim.z; ++turn) asm volatile("griddepcontrol.wait;" ::: "memory");
+}
 __device__ inline void allow_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // ------------------------------ memory
@@ -60,6 +65,13 @@ __device__ inline Words load_words(const void* p) {
   return r;
 }
 
+// The block's dynamic shared memory.
+template <class T>
+__device__ inline T* shared_memory() {
+  extern __shared__ Words dynamic_shared[];
+  return reinterpret_cast<T*>(dynamic_shared);
+}
+
 // ------------------------------ bf16
 
 __device__ inline float low(u32 word) { return __uint_as_float(word << 16); }
@@ -74,6 +86,13 @@ __device__ inline u16 narrow(float value) { return static_cast<u16>(pack(value, 
 // (lower half of a, lower half of b) and (upper half of a, upper half of b)
 __device__ inline u32 low_halves(u32 a, u32 b) { return __byte_perm(a, b, 0x5410); }
 __device__ inline u32 high_halves(u32 a, u32 b) { return __byte_perm(a, b, 0x7632); }
+
+// Both halves multiplied, rounded to nearest even.
+__device__ inline u32 multiply_halves(u32 a, u32 b) {
+  u32 r;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
 
 __device__ inline float exp2_fast(float x) {
   float r;
@@ -108,3 +127,5 @@ __device__ inline float max_lanes(float value) {
   for (int mask = FIRST; mask <= LAST; mask *= 2) value = fmaxf(value, __shfl_xor_sync(ALL_LANES, value, mask));
   return value;
 }
+__device__ inline int sum_lanes(int value) { return __reduce_add_sync(ALL_LANES, value); }
+__device__ inline int max_lanes(int value) { return __reduce_max_sync(ALL_LANES, value); }

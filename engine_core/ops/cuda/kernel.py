@@ -31,12 +31,14 @@ class Kernel:
     entry: str
     parameters: tuple[tuple[str, int | str], ...] = ()
     """Compile-time parameters, as the head of the source explains them."""
+    most_shared_bytes: int = 0
+    """Dynamic shared memory that a launch may ask for."""
 
 
 class Launch(Protocol):
     """Enqueues the kernel on torch's current stream; a capture in progress records it."""
 
-    def __call__(self, grid: Grid, threads: int, arguments: Sequence[Argument]) -> None: ...
+    def __call__(self, grid: Grid, threads: int, arguments: Sequence[Argument], shared_bytes: int = 0) -> None: ...
 
 
 class Kernels(Protocol):

@@ -14,6 +14,7 @@ import torch
 from engine_core.ops.cuda.kernel import Kernel, Kernels, Launch, address, require
 
 MAX_TOKENS = 16
+STAGED_PADDING = 32
 PIECE = 64
 """Columns of a weight matrix come in pieces of this many."""
 
@@ -35,14 +36,10 @@ class Tile:
     warps: int
     row_tiles: int
     depth: int
+    ahead: int = 2
 
     def output_rows(self, epilogue: Epilogue) -> int:
         return 16 * self.row_tiles // (2 if epilogue is Epilogue.GATED else 1)
-
-
-def choose_tile(columns: int, token_tiles: int) -> Tile:
-    """The tile measured best on an H200 for the shapes of a 4B model; see scripts/gpu_kernels.py."""
-    return Tile(warps=8, row_tiles=1, depth=4 if token_tiles == 1 else 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +59,18 @@ class LinearWeights:
         return self.weight.shape[0] // (2 if self.epilogue is Epilogue.GATED else 1)
 
 
+def choose_tile(layer: LinearWeights, token_tiles: int) -> Tile:
+    """The tile measured best on an H200 for the shapes of a 4B model; see scripts/gpu_kernels.py."""
+    if layer.epilogue is Epilogue.GATED:
+        return Tile(warps=4, row_tiles=2, depth=4)
+    return Tile(warps=8, row_tiles=1, depth=3, ahead=3)
+
+
+def staged_bytes(layer: LinearWeights, tokens: int) -> int:
+    """Shared memory for the rows of x that are normed: each padded by 64 bytes."""
+    return 0 if layer.norm is None else tokens * (layer.weight.shape[1] + STAGED_PADDING) * 2
+
+
 def kernel(layer: LinearWeights, token_tiles: int, tile: Tile) -> Kernel:
     return Kernel(
         "skinny_linear.cu",
@@ -72,10 +81,12 @@ def kernel(layer: LinearWeights, token_tiles: int, tile: Tile) -> Kernel:
             ("ROW_TILES", tile.row_tiles),
             ("TOKEN_TILES", token_tiles),
             ("DEPTH", tile.depth),
+            ("AHEAD", tile.ahead),
             ("NORMED", int(layer.norm is not None)),
             ("EPILOGUE", layer.epilogue.value),
             ("WIDE", int(layer.wide)),
         ),
+        staged_bytes(layer, 8 * token_tiles),
     )
 
 
@@ -97,7 +108,7 @@ class SkinnyLinear:
         self.layer = layer
         self._launches: dict[int, tuple[Tile, Launch]] = {}
         for token_tiles in (1, 2):
-            chosen = tile or choose_tile(columns, token_tiles)
+            chosen = tile or choose_tile(layer, token_tiles)
             self._launches[token_tiles] = chosen, kernels.load(kernel(layer, token_tiles, chosen))
 
     def __call__(self, x: torch.Tensor, y: torch.Tensor, residual: torch.Tensor | None = None) -> None:
@@ -127,4 +138,5 @@ class SkinnyLinear:
                 ctypes.c_int32(tokens),
                 ctypes.c_float(layer.epsilon),
             ],
+            staged_bytes(layer, tokens),
         )

@@ -19,7 +19,6 @@ from cuda.bindings import driver, nvrtc
 from engine_core.ops.cuda.kernel import SOURCES, Argument, Grid, Kernel, KernelError, Launch
 
 OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17")
-HEADER = "device.cuh"
 
 
 def _nvrtc(answer: tuple[Any, ...]) -> Any:
@@ -36,6 +35,10 @@ def _driver(call: str, answer: tuple[Any, ...]) -> Any:
     return values[0] if values else None
 
 
+def _headers() -> list[Path]:
+    return sorted(SOURCES.glob("*.cuh"))
+
+
 def _options(kernel: Kernel) -> list[str]:
     return [*OPTIONS, *(f"-D{name}={value}" for name, value in kernel.parameters)]
 
@@ -43,8 +46,8 @@ def _options(kernel: Kernel) -> list[str]:
 def compile_kernel(kernel: Kernel) -> bytes:
     """Machine code (a cubin). Needs no GPU; takes about a second. Raises KernelError with the compiler's log."""
     source = (SOURCES / kernel.source).read_bytes()
-    header = (SOURCES / HEADER).read_bytes()
-    program = _nvrtc(nvrtc.nvrtcCreateProgram(source, kernel.source.encode(), 1, [header], [HEADER.encode()]))
+    texts, names = zip(*((path.read_bytes(), path.name.encode()) for path in _headers()), strict=True)
+    program = _nvrtc(nvrtc.nvrtcCreateProgram(source, kernel.source.encode(), len(names), texts, names))
     try:
         options = [option.encode() for option in _options(kernel)]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
@@ -72,7 +75,7 @@ class CodeCache:
 
     def get(self, kernel: Kernel) -> bytes:
         """From disk, or compiled and stored. May be called from several threads and processes at once."""
-        path = self._folder / f"{kernel.entry}-{self._digest(kernel)}.cubin"
+        path = self._folder / f"{Path(kernel.source).stem}-{self._digest(kernel)}.cubin"
         if path.exists():
             return path.read_bytes()
         code = compile_kernel(kernel)
@@ -82,8 +85,9 @@ class CodeCache:
         return code
 
     def _digest(self, kernel: Kernel) -> str:
-        parts = ((SOURCES / kernel.source).read_bytes(), (SOURCES / HEADER).read_bytes())
-        inputs = [*(hashlib.sha256(part).hexdigest() for part in parts), *_options(kernel), repr(self._compiler)]
+        parts = [SOURCES / kernel.source, *_headers()]
+        texts = [hashlib.sha256(part.read_bytes()).hexdigest() for part in parts]
+        inputs = [*texts, *_options(kernel), repr(self._compiler)]
         return hashlib.sha256("\n".join(inputs).encode()).hexdigest()[:32]
 
 
@@ -112,14 +116,16 @@ class CudaKernels:
             library = _driver("cuLibraryLoadData", driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
             self._libraries.append(library)
             handle = _driver("cuLibraryGetKernel", driver.cuLibraryGetKernel(library, kernel.entry.encode()))
+            _allow_shared_bytes(handle, kernel.most_shared_bytes)
             self._launches[kernel] = self._launch(kernel.entry, int(handle))
         return self._launches[kernel]
 
     def _launch(self, entry: str, handle: int) -> Launch:
-        def launch(grid: Grid, threads: int, arguments: Sequence[Argument]) -> None:
+        def launch(grid: Grid, threads: int, arguments: Sequence[Argument], shared_bytes: int = 0) -> None:
             config = driver.CUlaunchConfig()
             config.gridDimX, config.gridDimY, config.gridDimZ = grid
             config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+            config.sharedMemBytes = shared_bytes
             config.hStream = self._current_stream()
             config.attrs = self._attributes
             config.numAttrs = len(self._attributes)
@@ -127,6 +133,13 @@ class CudaKernels:
             _driver(entry, driver.cuLaunchKernelEx(config, handle, ctypes.addressof(values), 0))
 
         return launch
+
+
+def _allow_shared_bytes(kernel: Any, size: int) -> None:
+    """Needed beyond 48 KiB. Raises KernelError if the device has less."""
+    device = _driver("cuCtxGetDevice", driver.cuCtxGetDevice())
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    _driver("cuKernelSetAttribute", driver.cuKernelSetAttribute(attribute, size, kernel, device))
 
 
 def _overlap_attribute() -> Any:

@@ -8,14 +8,11 @@
 // top-p the largest value whose upper set holds at least top_p of the mass that top-k left. min-p keeps what has at
 // least min_p of the largest probability.
 #include "device.cuh"
+#include "filters.cuh"
+#include "philox.cuh"
 
 constexpr int SCORE_THREADS = 256;
 constexpr int SCORE_EACH = 8;  // candidates of a thread
-constexpr int PICK_THREADS = 512;
-constexpr int BINS = 1024;
-constexpr float BINS_PER_NAT = 32.0f;  // the last bin begins where a candidate weighs less than 2^-40 of the likeliest
-constexpr int LISTED = 2048;  // candidates that shared memory holds
-constexpr float MASS_ONE = 1099511627776.0f;  // 2^40: the mass of the likeliest candidate
 constexpr u32 IN_PROMPT = 0x80000000u;
 
 // A slot's parameters, as sampling.py packs them.
@@ -36,35 +33,6 @@ struct Edit {
 
 __device__ inline bool is_filtered(const Row& row) {
   return row.temperature > 0.0f && (row.top_k > 0 || row.top_p < 1.0f || row.min_p > 0.0f);
-}
-
-// ------------------------------ noise
-
-struct Random4 {
-  u32 v[4];
-};
-
-// Salmon et al. 2011, called as ops/philox.py does: the noise of block = candidate / 4.
-__device__ inline Random4 philox(u64 seed, u32 position, u32 block) {
-  u32 c0 = block, c1 = 0, c2 = position, c3 = 0;
-  u32 k0 = static_cast<u32>(seed), k1 = static_cast<u32>(seed >> 32);
-#pragma unroll
-  for (int round = 0; round < 10; ++round) {
-    const u32 high0 = __umulhi(0xD2511F53u, c0), low0 = 0xD2511F53u * c0;
-    const u32 high1 = __umulhi(0xCD9E8D57u, c2), low1 = 0xCD9E8D57u * c2;
-    c0 = high1 ^ c1 ^ k0;
-    c1 = low1;
-    c2 = high0 ^ c3 ^ k1;
-    c3 = low0;
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
-  }
-  return Random4{{c0, c1, c2, c3}};
-}
-
-__device__ inline float gumbel(u32 bits) {
-  const float uniform = fminf(static_cast<float>(bits) * (1.0f / 4294967296.0f) + 1.0f / 8589934592.0f, 1.0f - 0x1p-24f);
-  return -logf(-log1pf(-uniform));
 }
 
 // ------------------------------ the best of many
@@ -98,36 +66,6 @@ __device__ inline Best best_of_block(Best best) {
   __syncthreads();
   for (int warp = 0; warp < THREADS / 32; ++warp) best.meet(scores[warp], candidates[warp]);
   return best;
-}
-
-struct Upper {  // a set of candidates, or what to reach with one
-  u64 count, mass;
-
-  __device__ bool reaches(const Upper& other) const { return count >= other.count && mass >= other.mass; }
-  __device__ void add(const Upper& other) {
-    count += other.count;
-    mass += other.mass;
-  }
-};
-
-// Inclusive sums in the order of threads; `total` gets the last.
-__device__ inline Upper scan_block(Upper value, Upper& total) {
-  __shared__ Upper sums[PICK_THREADS / 32];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll
-  for (int by = 1; by < 32; by *= 2) {
-    const Upper lower{__shfl_up_sync(ALL_LANES, value.count, by), __shfl_up_sync(ALL_LANES, value.mass, by)};
-    if (lane >= by) value.add(lower);
-  }
-  __syncthreads();
-  if (lane == 31) sums[warp] = value;
-  __syncthreads();
-  total = Upper{0, 0};
-  for (int i = 0; i < PICK_THREADS / 32; ++i) {
-    if (i == warp) value.add(total);
-    total.add(sums[i]);
-  }
-  return value;
 }
 
 // ------------------------------ launches 1 and 2
@@ -200,169 +138,26 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS)
 
 // ------------------------------ launch 3
 
-// Floats as integers in the same order.
-__device__ inline u32 key_of(float value) {
-  const u32 bits = __float_as_uint(value);
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
-__device__ inline u64 mass_of(float below) { return static_cast<u64>(exp2_fast(-below * LOG2_E) * MASS_ONE); }
-
-__device__ inline int bin_of(float below) { return min(static_cast<int>(below * BINS_PER_NAT), BINS - 1); }
-
-// The candidates among which a filtered row's threshold lies: all of the row, or a list of the likely ones.
-struct Candidates {
-  const float* row;
-  const float* listed_values;
-  const int* listed;  // null: the whole row
-  int size;
-  float maximum;
-
-  __device__ float value(int i) const { return listed ? listed_values[i] : row[i]; }
-  __device__ int candidate(int i) const { return listed ? listed[i] : i; }
-
-  __device__ Upper upper(u32 key) const {
-    Upper mine{0, 0}, all;
-    for (int i = threadIdx.x; i < size; i += PICK_THREADS) {
-      if (key_of(value(i)) >= key) mine.add(Upper{1, mass_of(maximum - value(i))});
-    }
-    scan_block(mine, all);
-    return all;
-  }
-
-  // The largest key whose upper set reaches the target; that of `lowest` is known to.
-  __device__ u32 threshold(u32 lowest, const Upper& target) const {
-    u32 holds = lowest, fails = key_of(maximum) + 1;
-    while (fails - holds > 1) {
-      const u32 middle = holds + (fails - holds) / 2;
-      (upper(middle).reaches(target) ? holds : fails) = middle;
-    }
-    return holds;
-  }
-};
-
-struct Histogram {
-  u32 counts[BINS];
-  u64 masses[BINS];
-  int cut, listed;
-  float listed_values[LISTED];
-  int candidates[LISTED];
-};
-
-__device__ inline void fill(Histogram& histogram, const float* x, int vocabulary, float maximum) {
-  for (int i = threadIdx.x; i < BINS; i += PICK_THREADS) {
-    histogram.counts[i] = 0;
-    histogram.masses[i] = 0;
-  }
-  if (threadIdx.x == 0) {
-    histogram.cut = BINS - 1;
-    histogram.listed = 0;
-  }
-  __syncthreads();
-  const Quad* const quads = reinterpret_cast<const Quad*>(x);
-  for (int quad = threadIdx.x; quad < vocabulary / 4; quad += PICK_THREADS) {
-    const Quad values = quads[quad];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float below = maximum - values.v[i];
-      const int bin = bin_of(fminf(below, 1e4f));
-      if (bin == BINS - 1) continue;  // weighs nothing, and whoever needs these looks at the whole row
-      atomicAdd(&histogram.counts[bin], 1u);
-      atomicAdd(&histogram.masses[bin], mass_of(below));
-    }
-  }
-  __syncthreads();
-}
-
-// The mass of all bins.
-__device__ inline u64 mass_of_all(const Histogram& histogram) {
-  Upper mine{0, 0}, all;
-  for (int bin = threadIdx.x; bin < BINS; bin += PICK_THREADS) mine.mass += histogram.masses[bin];
-  scan_block(mine, all);
-  return all.mass;
-}
-
-// The first bin by whose end the target is reached; BINS - 1 if none is.
-__device__ inline int find_cut(Histogram& histogram, const Upper& target) {
-  constexpr int EACH = BINS / PICK_THREADS;
-  Upper mine{0, 0}, all;
-  for (int i = 0; i < EACH; ++i) {
-    mine.add(Upper{histogram.counts[EACH * threadIdx.x + i], histogram.masses[EACH * threadIdx.x + i]});
-  }
-  const Upper end = scan_block(mine, all);
-  Upper at{end.count - mine.count, end.mass - mine.mass};
-  for (int i = 0; i < EACH; ++i) {
-    const int bin = EACH * threadIdx.x + i;
-    const bool before = bin > 0 && at.reaches(target);
-    at.add(Upper{histogram.counts[bin], histogram.masses[bin]});
-    if (!before && at.reaches(target)) histogram.cut = bin;
-  }
-  __syncthreads();
-  return histogram.cut;
-}
-
-// Lists the candidates of bins 0 .. cut. False if they are too many.
-__device__ inline bool list(Histogram& histogram, const float* x, int vocabulary, float maximum, int cut) {
-  if (cut == BINS - 1) return false;
-  for (int i = threadIdx.x; i < vocabulary; i += PICK_THREADS) {
-    if (bin_of(fminf(maximum - x[i], 1e4f)) > cut) continue;
-    const int place = atomicAdd(&histogram.listed, 1);
-    if (place < LISTED) {
-      histogram.listed_values[place] = x[i];
-      histogram.candidates[place] = i;
-    }
-  }
-  __syncthreads();
-  return histogram.listed <= LISTED;
-}
-
-__device__ inline u64 share_of(float top_p, u64 mass) {
-  return static_cast<u64>(static_cast<double>(top_p) * static_cast<double>(mass));
-}
-
-// The key at or above which a filtered row's candidates are in the draw. Leaves in `candidates` what to look through.
-__device__ inline u32 find_threshold(Histogram& histogram, const Row& row, Candidates& candidates) {
-  const float maximum = candidates.maximum, lowest_by_min_p = maximum + logf(row.min_p);  // -inf if min_p is 0
-  fill(histogram, candidates.row, candidates.size, maximum);
-  u64 mass = mass_of_all(histogram);
-  const Upper by_rank{static_cast<u64>(min(row.top_k, candidates.size)), 0};
-  int cut;
-  if (row.top_k > 0) {
-    cut = find_cut(histogram, by_rank);
-  } else if (row.top_p < 1.0f) {
-    cut = find_cut(histogram, Upper{0, share_of(row.top_p, mass)});
-  } else {
-    cut = bin_of(fminf(maximum - lowest_by_min_p, 1e4f));
-  }
-  u32 lowest = 0;  // the list, or the row, reaches every target from here
-  if (list(histogram, candidates.row, candidates.size, maximum, cut)) {
-    candidates.listed = histogram.candidates;
-    candidates.size = histogram.listed;
-    lowest = key_of(maximum - (cut + 2) / BINS_PER_NAT);
-  }
-  u32 threshold = key_of(lowest_by_min_p);
-  if (row.top_k > 0) {
-    const u32 key = candidates.threshold(lowest, by_rank);
-    mass = candidates.upper(key).mass;
-    threshold = max(threshold, key);
-  }
-  if (row.top_p < 1.0f) {
-    threshold = max(threshold, candidates.threshold(lowest, Upper{0, share_of(row.top_p, mass)}));
-  }
-  return threshold;
-}
-
 // The filtered row's draw.
 __device__ inline Best draw(const Row& row, const float* x, int vocabulary, float maximum, u32 position) {
   __shared__ Histogram histogram;
-  Candidates candidates{x, histogram.listed_values, nullptr, vocabulary, maximum};
-  const u32 threshold = find_threshold(histogram, row, candidates);
-  Best best;
-  for (int i = threadIdx.x; i < candidates.size; i += PICK_THREADS) {
-    if (key_of(candidates.value(i)) < threshold) continue;
-    const int candidate = candidates.candidate(i);
-    best.meet(candidates.value(i) + gumbel(philox(row.seed, position, candidate / 4).v[candidate % 4]), candidate);
+  u32 lowest = key_of(maximum + logf(row.min_p));  // of -inf if min_p is 0
+  u64 mass = 0;
+  if (row.top_k > 0) {
+    const Wanted wanted{static_cast<u64>(min(row.top_k, vocabulary)), 0.0f, 0};
+    const Threshold by_rank = find_threshold(histogram, x, vocabulary, maximum, wanted);
+    lowest = max(lowest, by_rank.key);
+    mass = by_rank.upper.mass;
   }
+  if (row.top_p < 1.0f) {
+    const Wanted wanted{0, row.top_p, mass};
+    lowest = max(lowest, find_threshold(histogram, x, vocabulary, maximum, wanted).key);
+  }
+  Best best;
+  for_each(x, vocabulary, [&](float value, int candidate) {
+    if (key_of(value) < lowest) return;
+    best.meet(value + noise_of(row.seed, position, candidate), candidate);
+  });
   return best_of_block<PICK_THREADS>(best);
 }
 

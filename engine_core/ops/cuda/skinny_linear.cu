@@ -3,14 +3,17 @@
 // One block owns 16 * ROW_TILES rows of W; its warps take turns at pieces of 64 columns and their sums meet in shared
 // memory at the end. A fragment's columns may be permuted as long as both operands are permuted alike, so every lane
 // loads 16 contiguous bytes of a row (columns 8t .. 8t+7 of 32) and needs no shared memory, no transposition.
-// DEPTH pieces are in flight in registers; the first ones are requested before the previous kernel has finished.
+// DEPTH pieces are in flight in registers; the first ones are requested before the previous kernel has finished. x comes
+// straight from memory too, or, where it is to be normed, from shared memory, weighted once by the norm's weight; the
+// norm's scale is a factor of the sums.
 //
 // Compile-time parameters (-D):
 //   COLUMNS    columns of W and x, a multiple of 64
 //   WARPS      warps of a block
 //   ROW_TILES  16-row tiles of W in a block
 //   TOKEN_TILES  1 for up to 8 rows of x, 2 for up to 16
-//   DEPTH      pieces in flight per warp
+//   DEPTH      pieces of W in flight per warp
+//   AHEAD      pieces of x in flight per warp; without effect if NORMED
 //   NORMED     1: x is the residual stream; y = (RMSNorm(x) weighted by norm_weight) W^T
 //   EPILOGUE   PLAIN, ADD (y = residual + x W^T; y may be residual) or GATED (y = silu(gate) * up; W is gate over up)
 //   WIDE       1: y is f32, 0: bf16
@@ -23,6 +26,7 @@
 constexpr int PIECE = 64;
 constexpr int PIECES = COLUMNS / PIECE;
 constexpr int TURNS = (PIECES + WARPS - 1) / WARPS;
+constexpr int IN_FLIGHT = NORMED ? 1 : AHEAD;
 constexpr int TOKENS = 8 * TOKEN_TILES;
 constexpr int BLOCK_ROWS = 16 * ROW_TILES;
 constexpr int OUTPUT_ROWS = EPILOGUE == GATED ? BLOCK_ROWS / 2 : BLOCK_ROWS;
@@ -34,7 +38,6 @@ struct WeightPiece {
 };
 struct TokenPiece {
   Words rows[TOKEN_TILES][2];  // [tile][half]
-  Words norm[2];
 };
 
 // This block's part of W, as one lane sees it.
@@ -83,38 +86,35 @@ __device__ inline void request(WeightPiece& piece, const Lane& lane, int turn) {
   }
 }
 
-__device__ inline void request(TokenPiece& piece, const Lane& lane, int turn, const u16* x, const u16* norm_weight,
-                               int tokens) {
+// Rows of weighted x in shared memory, padded by 64 bytes so that eight lanes (two rows) meet no bank conflict.
+constexpr int STAGED_ROW = COLUMNS + 32;
+
+__device__ inline void request(TokenPiece& piece, const Lane& lane, int turn, const u16* x, int tokens) {
   if (!lane.has(turn)) return;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int column = lane.column(turn) + 32 * half + 8 * lane.part;
-    if (NORMED) piece.norm[half] = load_words(norm_weight + column);
 #pragma unroll
     for (int tile = 0; tile < TOKEN_TILES; ++tile) {
       const int token = 8 * tile + lane.group;
-      piece.rows[tile][half] = token < tokens ? load_words(x + token * COLUMNS + column) : Words{{0, 0, 0, 0}};
+      piece.rows[tile][half] = Words{{0, 0, 0, 0}};
+      if (token >= tokens) continue;
+      if (NORMED) {
+        piece.rows[tile][half] = *reinterpret_cast<const Words*>(shared_memory<u16>() + token * STAGED_ROW + column);
+      } else {
+        piece.rows[tile][half] = load_words(x + token * COLUMNS + column);
+      }
     }
   }
 }
 
-// Weights x by the norm's weight and adds up its squares.
-__device__ inline u32 normed(u32 word, u32 weight, float& squares) {
-  squares += low(word) * low(word) + high(word) * high(word);
-  return pack(low(word) * low(weight), high(word) * high(weight));
-}
-
-__device__ inline void multiply(const WeightPiece& weights, TokenPiece& tokens, float (&sums)[ROW_TILES][TOKEN_TILES][4],
-                                float (&squares)[TOKEN_TILES]) {
+__device__ inline void multiply(const WeightPiece& weights, const TokenPiece& inputs,
+                                float (&sums)[ROW_TILES][TOKEN_TILES][4]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
 #pragma unroll
     for (int token_tile = 0; token_tile < TOKEN_TILES; ++token_tile) {
-      Words& x = tokens.rows[token_tile][half];
-      if (NORMED) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) x.w[i] = normed(x.w[i], tokens.norm[half].w[i], squares[token_tile]);
-      }
+      const Words& x = inputs.rows[token_tile][half];
 #pragma unroll
       for (int tile = 0; tile < ROW_TILES; ++tile) {
         const Words& a = weights.rows[tile][0][half];
@@ -144,8 +144,7 @@ struct Meeting {  // where the warps' sums meet
   }
 };
 
-__device__ inline void leave(Meeting& meeting, const Lane& lane, const float (&sums)[ROW_TILES][TOKEN_TILES][4],
-                             const float (&squares)[TOKEN_TILES]) {
+__device__ inline void leave(Meeting& meeting, const Lane& lane, const float (&sums)[ROW_TILES][TOKEN_TILES][4]) {
 #pragma unroll
   for (int token_tile = 0; token_tile < TOKEN_TILES; ++token_tile) {
 #pragma unroll
@@ -156,11 +155,42 @@ __device__ inline void leave(Meeting& meeting, const Lane& lane, const float (&s
         meeting.sums[lane.warp][token][16 * tile + 8 * (i / 2) + lane.group] = sums[tile][token_tile][i];
       }
     }
-    if (NORMED) {
-      const float total = sum_lanes<1, 2>(squares[token_tile]);
-      if (lane.part == 0) meeting.squares[lane.warp][8 * token_tile + lane.group] = total;
-    }
   }
+}
+
+// Weights x by the norm's weight, into shared memory, and adds up its squares.
+__device__ inline void stage(Meeting& meeting, const u16* x, const u16* norm_weight, int tokens) {
+  constexpr int EACH = (COLUMNS / 8 + 32 * WARPS - 1) / (32 * WARPS);
+  Words weights[EACH];
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    weights[i] = load_words(norm_weight + min(8 * (i * 32 * WARPS + static_cast<int>(threadIdx.x)), COLUMNS - 8));
+  }
+#pragma unroll 2
+  for (int token = 0; token < tokens; ++token) {
+    Words values[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {  // all of them before the first use
+      const int column = 8 * (i * 32 * WARPS + threadIdx.x);
+      values[i] = load_words(x + token * COLUMNS + min(column, COLUMNS - 8));
+    }
+    float squares = 0.0f;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+      const int column = 8 * (i * 32 * WARPS + threadIdx.x);
+      if (column >= COLUMNS) continue;
+#pragma unroll
+      for (u32 word = 0; word < 4; ++word) {
+        u32& pair = values[i].w[word];
+        squares += low(pair) * low(pair) + high(pair) * high(pair);
+        pair = multiply_halves(pair, weights[i].w[word]);
+      }
+      *reinterpret_cast<Words*>(shared_memory<u16>() + token * STAGED_ROW + column) = values[i];
+    }
+    squares = sum_lanes<1, 16>(squares);
+    if (threadIdx.x % 32 == 0) meeting.squares[threadIdx.x / 32][token] = squares;
+  }
+  __syncthreads();
 }
 
 __device__ inline float output(const Meeting& meeting, int token, int row, float scale) {
@@ -171,41 +201,62 @@ __device__ inline float output(const Meeting& meeting, int token, int row, float
   return gate / (1.0f + exp2_fast(-gate * LOG2_E)) * up;
 }
 
+// The outputs that a thread finishes: their place in y, and what is added to them, requested early.
+struct Finish {
+  static constexpr int EACH = (TOKENS * OUTPUT_ROWS + 32 * WARPS - 1) / (32 * WARPS);
+  float added[EACH];
+
+  __device__ static int token(int i) { return (i * 32 * WARPS + threadIdx.x) / OUTPUT_ROWS; }
+  __device__ static int row(int i) { return (i * 32 * WARPS + threadIdx.x) % OUTPUT_ROWS; }
+  __device__ static int column(int i) { return blockIdx.x * OUTPUT_ROWS + row(i); }
+
+  __device__ void request(const u16* bias, const u16* residual, int outputs, int tokens) {
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+      added[i] = 0.0f;
+      if (token(i) >= tokens || column(i) >= outputs) continue;
+      if (EPILOGUE != GATED && bias != nullptr) added[i] = widen(bias[column(i)]);
+      if (EPILOGUE == ADD) added[i] += widen(residual[static_cast<u64>(token(i)) * outputs + column(i)]);
+    }
+  }
+};
+
 // grid: ceil(outputs / OUTPUT_ROWS); y is [tokens, outputs], x [tokens, COLUMNS], both contiguous; bias may be null.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     skinny_linear(const u16* weight, const u16* x, const u16* norm_weight, const u16* bias, const u16* residual, void* y,
                   int rows, int tokens, float epsilon) {
   __shared__ Meeting meeting;
   const Lane lane(weight, rows);
+  const int outputs = EPILOGUE == GATED ? rows / 2 : rows;
   WeightPiece weights[DEPTH];
-  TokenPiece next[2];
+  TokenPiece inputs[IN_FLIGHT];
+  Finish finish;
   float sums[ROW_TILES][TOKEN_TILES][4] = {};
-  float squares[TOKEN_TILES] = {};
 
 #pragma unroll
   for (int turn = 0; turn < DEPTH && turn < TURNS; ++turn) request(weights[turn], lane, turn);
   wait_for_previous();
   allow_next();
-  request(next[0], lane, 0, x, norm_weight, tokens);
+  if (NORMED) stage(meeting, x, norm_weight, tokens);
+#pragma unroll
+  for (int turn = 0; turn < IN_FLIGHT && turn < TURNS; ++turn) request(inputs[turn], lane, turn, x, tokens);
+  finish.request(bias, residual, outputs, tokens);
 #pragma unroll
   for (int turn = 0; turn < TURNS; ++turn) {
-    if (turn + 1 < TURNS) request(next[(turn + 1) % 2], lane, turn + 1, x, norm_weight, tokens);
-    if (lane.has(turn)) multiply(weights[turn % DEPTH], next[turn % 2], sums, squares);
+    if (lane.has(turn)) multiply(weights[turn % DEPTH], inputs[turn % IN_FLIGHT], sums);
     if (turn + DEPTH < TURNS) request(weights[turn % DEPTH], lane, turn + DEPTH);
+    if (turn + IN_FLIGHT < TURNS) request(inputs[turn % IN_FLIGHT], lane, turn + IN_FLIGHT, x, tokens);
   }
-  leave(meeting, lane, sums, squares);
+  leave(meeting, lane, sums);
   __syncthreads();
 
-  const int outputs = EPILOGUE == GATED ? rows / 2 : rows;
-  for (int i = threadIdx.x; i < tokens * OUTPUT_ROWS; i += 32 * WARPS) {
-    const int token = i / OUTPUT_ROWS;
-    const int row = i % OUTPUT_ROWS;
-    const int column = blockIdx.x * OUTPUT_ROWS + row;
-    if (column >= outputs) continue;
-    const u64 place = static_cast<u64>(token) * outputs + column;
-    float value = output(meeting, token, row, NORMED ? meeting.scale(token, epsilon) : 1.0f);
-    if (EPILOGUE != GATED && bias != nullptr) value += widen(bias[column]);
-    if (EPILOGUE == ADD) value += widen(residual[place]);
+#pragma unroll
+  for (int i = 0; i < Finish::EACH; ++i) {
+    const int token = finish.token(i);
+    if (token >= tokens || finish.column(i) >= outputs) continue;
+    const u64 place = static_cast<u64>(token) * outputs + finish.column(i);
+    const float scale = NORMED ? meeting.scale(token, epsilon) : 1.0f;
+    const float value = output(meeting, token, finish.row(i), scale) + finish.added[i];
     if (WIDE) {
       static_cast<float*>(y)[place] = value;
     } else {

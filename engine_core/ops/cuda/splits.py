@@ -12,7 +12,9 @@ PAGE = 16
 """Tokens."""
 LEAST_PAGES = 4
 """An item is at least this long, unless its row is shorter: one page for each warp of a block."""
-MAX_SPLITS = 2**16 - 1
+MAX_SPLITS = 128
+"""Of one row: what the merge of its partial results holds."""
+MAX_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +28,23 @@ class Item:
     split: int
 
 
-def spare_items(kv_heads: int, sms: int, blocks_per_sm: int) -> int:
-    """Items beyond one a row: enough that items times kv heads fill the SMs even with a single row."""
+def wave_items(kv_heads: int, sms: int, blocks_per_sm: int) -> int:
+    """Items that run at the same time: blocks that fit on the SMs, each item being one block for every kv head."""
     return max(1, sms * blocks_per_sm // kv_heads)
 
 
-def plan_splits(lengths: Sequence[int | None], spare: int, least_pages: int = LEAST_PAGES) -> list[Item]:
-    """The device's plan for context lengths in tokens (None: a padding row): at most len(lengths) + spare items.
+def plan_splits(lengths: Sequence[int | None], wave: int, least_pages: int = LEAST_PAGES) -> list[Item]:
+    """The device's plan for context lengths in tokens (None: a padding row).
 
-    Every row is cut evenly, into as many items as keeps each at or under the common size.
+    At most `wave` items, or the next multiple of it that holds a row each, of the smallest common size that allows it;
+    every row is cut evenly, into as few items as keeps each at or under that size.
     """
-    pages = [0 if length is None else (length + PAGE - 1) // PAGE for length in lengths]
-    size = max(-(-sum(pages) // spare), least_pages)
+    pages = [0 if length is None else -(-length // PAGE) for length in lengths]
+    live, longest = sum(count > 0 for count in pages), max(pages)
+    limit = max(-(-live // wave), 1) * wave
+    size = max(-(-sum(pages) // limit), -(-longest // MAX_SPLITS), least_pages)
+    while size < longest and sum(-(-count // size) for count in pages) > limit:
+        size += 1
     items = []
     for row, of_row in enumerate(pages):
         splits = -(-of_row // size)

@@ -26,7 +26,8 @@ class EmulatedKernels:
     def load(self, kernel: Kernel) -> Launch:
         library = ctypes.CDLL(str(self._compile(kernel)))
 
-        def launch(grid: Grid, threads: int, arguments: Sequence[Argument]) -> None:
+        def launch(grid: Grid, threads: int, arguments: Sequence[Argument], shared_bytes: int = 0) -> None:
+            assert shared_bytes <= kernel.most_shared_bytes
             values = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
             library.emulate((ctypes.c_uint32 * 3)(*grid), ctypes.c_uint32(threads), values)
 
@@ -39,12 +40,13 @@ class EmulatedKernels:
             f"  emulation::launch({kernel.entry}, grid, threads, arguments);\n}}\n"
         )
         defines = [f"-D{name}={value}" for name, value in kernel.parameters]
-        inputs = program, (HERE / "device.cuh").read_text(), *defines
+        headers = [HERE / "device.cuh", *sorted(SOURCES.glob("*.cuh"))]
+        inputs = program, *(header.read_text() for header in headers), *defines
         digest = hashlib.sha256("\n".join(inputs).encode()).hexdigest()[:16]
         library = self._folder / f"{kernel.entry}-{digest}.so"
         if not library.exists():
-            flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-ffp-contract=off", f"-I{HERE}"]
-            # From standard input and an empty place: the device.cuh beside the kernel's source must not be found.
+            flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-ffp-contract=off", f"-I{HERE}", f"-I{SOURCES}"]
+            # From standard input and an empty place, so that this folder's device.cuh is found first.
             command = ["g++", *flags, *defines, "-x", "c++", "-", "-o", str(library)]
             subprocess.run(command, input=program, text=True, check=True, cwd=self._folder)
         return library

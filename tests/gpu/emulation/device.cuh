@@ -22,7 +22,7 @@ using u64 = unsigned long long;
 
 #define __device__
 #define __global__
-#define __forceinline__
+#define __noinline__
 #define __launch_bounds__(...)
 #define __shared__ static
 
@@ -217,6 +217,12 @@ inline Words load_words(const void* p) {
 inline Words load_weights(const void* p) { return load_words(p); }
 inline Words load_once(const void* p) { return load_words(p); }
 
+template <class T>
+T* shared_memory() {
+  alignas(16) static char memory[1 << 18];
+  return reinterpret_cast<T*>(memory);
+}
+
 inline float low(u32 word) { return __uint_as_float(word << 16); }
 inline float high(u32 word) { return __uint_as_float(word & 0xffff0000u); }
 inline float widen(u16 value) { return __uint_as_float(static_cast<u32>(value) << 16); }
@@ -228,6 +234,7 @@ inline u16 narrow(float value) {
 inline u32 pack(float lower, float upper) { return narrow(lower) | static_cast<u32>(narrow(upper)) << 16; }
 inline u32 low_halves(u32 a, u32 b) { return (a & 0xffff) | b << 16; }
 inline u32 high_halves(u32 a, u32 b) { return a >> 16 | (b & 0xffff0000u); }
+inline u32 multiply_halves(u32 a, u32 b) { return pack(low(a) * low(b), high(a) * high(b)); }
 inline float exp2_fast(float x) { return std::exp2(x); }
 
 inline void multiply_accumulate(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -257,5 +264,13 @@ inline float sum_lanes(float value) {
 template <int FIRST, int LAST>
 inline float max_lanes(float value) {
   for (int mask = FIRST; mask <= LAST; mask *= 2) value = fmaxf(value, __shfl_xor_sync(ALL_LANES, value, mask));
+  return value;
+}
+inline int sum_lanes(int value) {
+  for (int mask = 1; mask < 32; mask *= 2) value += __shfl_xor_sync(ALL_LANES, value, mask);
+  return value;
+}
+inline int max_lanes(int value) {
+  for (int mask = 1; mask < 32; mask *= 2) value = max(value, __shfl_xor_sync(ALL_LANES, value, mask));
   return value;
 }
