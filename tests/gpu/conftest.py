@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,8 +47,3 @@ def measured(record_property: Callable[[str, object], None]) -> Measured:
         record_property(name, json.dumps(value))
 
     return record
-
-
-@pytest.fixture
-def work(tmp_path: Path) -> Path:
-    return tmp_path
