@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from frontend.trace.read import Decode, Run
 from frontend.trace.scene import Line, Rect, Scene, Text
-from frontend.trace.summary import beside_prefill
+from frontend.trace.summary import beside_prefill, completions_inside
 
 WIDTH, LEFT, RIGHT = 1200.0, 178.0, 24.0
 TOP, LANE, HOST, GAP, AXIS = 74.0, 46.0, 20.0, 16.0, 34.0
@@ -40,10 +40,10 @@ def _stretch(run: Run) -> tuple[float, float]:
     beside decode rows, else in the middle of the run."""
     steps = run.decodes
     usual = sorted(step.end - step.start for step in steps)[len(steps) // 2]
-    ends = [step.end for step in steps if step.decode_rows]
     mixed = [step for step in steps if step.chunk_tokens and step.decode_rows]
     if run.prefills:
-        batch = max(run.prefills, key=lambda batch: sum(batch.start <= end <= batch.end for end in ends))
+        counts = completions_inside(steps, run.prefills)
+        _, batch = max(zip(counts, run.prefills, strict=True), key=lambda pair: (pair[0], pair[1].chunk_tokens))
         start, end = batch.start, batch.end
     elif mixed:
         longest = max(mixed, key=lambda step: step.end - step.start)
@@ -103,7 +103,8 @@ class _Picture:
             top = self._top(lane)
             yield Text(24, top + LANE / 2 - 1, f"{lane} lane", "ink", 13)
             share = f"{sms[lane]} SMs" if lane in sms else ""
-            detail = {"primary": "decode" + (f" · {share} beside" if share else ""), "prefill": share or "all SMs"}
+            work = "decode" if len(self._lanes) > 1 else "decode and prefill"
+            detail = {"primary": f"{work} · {share} beside" if share else work, "prefill": share or "all SMs"}
             yield Text(24, top + LANE / 2 + 14, detail[lane], "muted", 11)
         yield Text(24, self._top("host") + HOST / 2 + 4, "host", "ink", 13)
 

@@ -77,8 +77,7 @@ def summarize(run: Run) -> Summary:
     decodes, prefills = sorted(run.decodes, key=lambda step: step.start), run.prefills
     plain = [step for step in decodes if step.decode_rows and not step.chunk_tokens]
     beside = beside_prefill(plain, prefills)
-    ends = sorted(step.end for step in decodes if step.decode_rows)
-    inside = [bisect_right(ends, batch.end) - bisect_left(ends, batch.start) for batch in prefills]
+    inside = completions_inside(decodes, prefills)
     return Summary(
         steps=len(decodes),
         decode_alone_ms=Spread.of([_ms(step) for step in plain if step.step not in beside]),
@@ -106,6 +105,12 @@ def beside_prefill(steps: Sequence[Decode], prefills: Sequence[Complete]) -> set
         if step.beside or (place < len(batches) and batches[place].start < step.end):
             beside.add(step.step)
     return beside
+
+
+def completions_inside(steps: Sequence[Decode], prefills: Sequence[Complete]) -> list[int]:
+    """For each batch, how many steps with decode rows completed between its start and its end."""
+    ends = sorted(step.end for step in steps if step.decode_rows)
+    return [bisect_right(ends, batch.end) - bisect_left(ends, batch.start) for batch in prefills]
 
 
 def _ms(work: Decode | Complete) -> float:
