@@ -20,10 +20,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ RESULTS = ROOT / "scripts" / "bench" / "results"
 SMOKE, ITL = "h200-smoke.json", "h200-itl.jsonl"
 STOP_S = 60.0
 """For a section that is out of time to stop what it started."""
+
+MAX_SHOWN = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,7 @@ def main() -> int:
     options = parser().parse_args()
     if options.one:
         return run_one(options)
+    check_options(options)
     options.out.mkdir(parents=True, exist_ok=True)
     options.work.mkdir(parents=True, exist_ok=True)
     header = describe(options)
@@ -83,7 +87,9 @@ def parser() -> argparse.ArgumentParser:
     )
     out.add_argument("--commit", default="", help="what the results name, where the checkout has no history")
     out.add_argument("--limit", type=float, help="seconds for each section; default: each its own")
-    out.add_argument("--modes", nargs="*", default=[], help=f"itl: lane modes (default: {' '.join(itl.MODES)})")
+    out.add_argument(
+        "--modes", nargs="*", type=parse_mode, default=[], help=f"itl: lane modes (default: {' '.join(itl.MODES)})"
+    )
     out.add_argument("--rows", nargs="*", default=[], help=f"itl: loads (default: {' '.join(itl.ROWS)})")
     out.add_argument("--injected-s", type=float, default=10.0, help="itl: how long prompts are injected")
     out.add_argument("--undisturbed-s", type=float, default=4.0, help="itl: how long a row without injection takes")
@@ -92,20 +98,22 @@ def parser() -> argparse.ArgumentParser:
     return out
 
 
-def describe(options: argparse.Namespace) -> dict[str, Any]:
-    """Card, driver, versions, commit: what every result carries."""
+def check_options(options: argparse.Namespace) -> None:
+    """Refuse at once what would fail section by section."""
     for name in options.sections:
         if name not in SECTIONS:
             raise SystemExit(f"{name} is no section; there are {', '.join(SECTIONS)}")
-    for mode in options.modes:
-        try:
-            parse_mode(mode)
-        except argparse.ArgumentTypeError as error:
-            raise SystemExit(f"--modes: {error}") from error
-    what = (
-        machine(options.commit) if options.device.startswith("cuda") else {"card": f"none (--device {options.device})"}
-    )
-    return {**what, "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%MZ")}
+    try:
+        version("greenlane")
+    except PackageNotFoundError:
+        raise SystemExit("greenlane isn't installed here: pip install --no-deps --no-build-isolation -e .") from None
+
+
+def describe(options: argparse.Namespace) -> dict[str, Any]:
+    """Card, driver, versions, commit: what every result carries."""
+    on_gpu = options.device.startswith("cuda")
+    what = machine(options.commit) if on_gpu else {"card": f"none (--device {options.device})"}
+    return {**what, "greenlane": version("greenlane"), "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%MZ")}
 
 
 # ------------------------------ a section, seen from outside
@@ -126,9 +134,18 @@ def run_section(name: str, options: argparse.Namespace, header: dict[str, Any]) 
     measured = lines[0] if lines else {}
     broken = [*measured.pop("broken", []), *([] if ended == "" else [ended])]
     record_smoke(options.out, name, {"about": about, "broken": broken, **measured})
-    print(json.dumps(measured, indent=1))
-    print("".join(f"broken: {what}\n" for what in broken) or f"{name}: all held, {seconds} s", flush=True)
+    print("\n".join(short(measured)))
+    print("\n".join([*(f"BROKEN {what}" for what in broken), f"{name}: {seconds} s"]), flush=True)
     return not broken
+
+
+def short(measured: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """Figures as `a.b.c value` lines, for people; long lists and flags are in the file."""
+    for key, value in measured.items():
+        if isinstance(value, dict):
+            yield from short(value, f"{prefix}{key}.")
+        elif key != "flags" and not (isinstance(value, list) and len(value) > MAX_SHOWN):
+            yield f"  {prefix}{key} {value}"
 
 
 def run_process(arguments: list[str], limit_s: float) -> str:

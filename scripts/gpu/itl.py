@@ -25,7 +25,7 @@ OUTPUT = 8000
 
 def run(options: Options) -> Iterator[dict[str, Any]]:
     """For each mode a line with its flags, one for each of its rows, and one that names its step log."""
-    for mode in map(parse_mode, options.modes or MODES):
+    for mode in options.modes or map(parse_mode, MODES):
         yield from run_mode(options, mode)
 
 

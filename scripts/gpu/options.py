@@ -22,6 +22,25 @@ FAKE_KV = "64GiB"
 
 
 @dataclass(frozen=True, slots=True)
+class Mode:
+    """A way to serve: `off-CHUNK`, `stream[-CHUNK]`, or `green-SMS[-CHUNK]`."""
+
+    label: str
+    overlap: str
+    decode_sms: int | None
+    chunk: int
+
+
+def parse_mode(label: str) -> Mode:
+    """Raises argparse.ArgumentTypeError naming the forms."""
+    match = re.fullmatch(r"(off|stream|green-(\d+))(?:-(\d+))?", label)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{label!r} is no mode: off-CHUNK, stream[-CHUNK] or green-SMS[-CHUNK]")
+    name, sms, chunk = match.groups()
+    return Mode(label, name.partition("-")[0], int(sms) if sms else None, int(chunk) if chunk else DEFAULT_CHUNK)
+
+
+@dataclass(frozen=True, slots=True)
 class Options:
     """How the sections run; all of it stands in the header of what they measured."""
 
@@ -32,7 +51,7 @@ class Options:
     """Logs and models of shapes."""
     shape: str
     """tiny (real weights) or a shape of make_shape.py (random weights)."""
-    modes: tuple[str, ...]
+    modes: tuple[Mode, ...]
     rows: tuple[str, ...]
     injected_s: float
     undisturbed_s: float
@@ -55,25 +74,6 @@ class Options:
     @property
     def context(self) -> int:
         return 2048 if self.shape == "tiny" else 16384
-
-
-@dataclass(frozen=True, slots=True)
-class Mode:
-    """A way to serve: `off-CHUNK`, `stream[-CHUNK]`, or `green-SMS[-CHUNK]`."""
-
-    label: str
-    overlap: str
-    decode_sms: int | None
-    chunk: int
-
-
-def parse_mode(label: str) -> Mode:
-    """Raises argparse.ArgumentTypeError naming the forms."""
-    match = re.fullmatch(r"(off|stream|green-(\d+))(?:-(\d+))?", label)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{label!r} is no mode: off-CHUNK, stream[-CHUNK] or green-SMS[-CHUNK]")
-    name, sms, chunk = match.groups()
-    return Mode(label, name.partition("-")[0], int(sms) if sms else None, int(chunk) if chunk else DEFAULT_CHUNK)
 
 
 def server_flags(options: Options, mode: Mode, *further: str) -> list[str]:

@@ -1,0 +1,127 @@
+"""The GPU check's own logic, which must be right before a GPU is there: modes, what a step log shows, the files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts import gpu_check
+from scripts.gpu import itl, overlap
+from scripts.gpu.options import DEFAULT_CHUNK, Mode, Options, parse_mode, server_flags
+
+OPTIONS = Options(
+    device="cuda",
+    out=Path("out"),
+    work=Path("work"),
+    shape="4b",
+    modes=(),
+    rows=(),
+    injected_s=10.0,
+    undisturbed_s=4.0,
+)
+
+
+@pytest.mark.parametrize(
+    ("label", "mode"),
+    [
+        ("off-256", Mode("off-256", "off", None, 256)),
+        ("stream", Mode("stream", "stream", None, DEFAULT_CHUNK)),
+        ("green-48", Mode("green-48", "green", 48, DEFAULT_CHUNK)),
+        ("green-24-4096", Mode("green-24-4096", "green", 24, 4096)),
+    ],
+)
+def test_modes(label: str, mode: Mode) -> None:
+    """Red when a label is measured as another mode than it says: a table of wrong names."""
+    assert parse_mode(label) == mode
+    flags = server_flags(OPTIONS, mode)
+    assert f"--decode-overlap={mode.overlap}" in flags
+    assert f"--max-num-batched-tokens={mode.chunk}" in flags
+    assert (f"--decode-sms={mode.decode_sms}" in flags) == (mode.decode_sms is not None)
+
+
+@pytest.mark.parametrize("label", ["green", "of-256", "stream-", "green-48-", ""])
+def test_modes_that_are_none(label: str) -> None:
+    """Red when a misspelt mode is taken for another."""
+    with pytest.raises(argparse.ArgumentTypeError):
+        parse_mode(label)
+
+
+def done(event: str, step: int, start: float, end: float, *, tokens: int = 0, beside: bool = False) -> dict[str, Any]:
+    return {"event": event, "step": step, "start": start, "end": end, "chunk_tokens": tokens, "beside": beside}
+
+
+def test_overlap_counts_only_what_completed_inside(tmp_path: Path) -> None:
+    """Red when a decode step that began before a prefill, or ended after it, counts as inside; when short prefills
+    count; or when the idle time before a launch isn't compared with the usual one."""
+    lines = [
+        {"event": "header", "clock": "gpu", "decode_sms": 48, "prefill_sms": 84},
+        {"event": "prefill_launch", "step": 3},
+        done("decode", 1, 0.0, 1000.0),
+        done("decode", 2, 1100.0, 2100.0),
+        done("decode", 3, 2700.0, 4700.0, beside=True),
+        done("decode", 4, 4800.0, 6800.0, beside=True),
+        done("decode", 5, 6900.0, 8900.0, beside=True),
+        done("complete", 3, 2600.0, 7000.0, tokens=2048),
+        done("complete", 9, 0.0, 9000.0, tokens=512),
+    ]
+    log = tmp_path / "steps.jsonl"
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = overlap.read(log)
+    assert found["inside"] == [2]
+    assert found["launch_gap_over_usual_ms"]["max"] == pytest.approx(0.5)
+    assert found["decode_alone_ms"]["p50"] == 1.0
+    assert found["decode_beside_ms"]["p50"] == 2.0
+    assert any("fewer than 3" in what for what in overlap.broken({"load": {}, **found}))
+
+
+def row(label: str, name: str, p50: float, p99: float) -> dict[str, Any]:
+    figures = {"itl_p50_ms": p50, "itl_p99_ms": p99, "itl_max_ms": p99, "decode_tok_s": 1.0, "ttft_p50_ms": None}
+    return {"row": name, "label": label, "decoders": 16, "decoders_alive": 16, **figures}
+
+
+def test_table_compares_with_the_undisturbed_off_server() -> None:
+    """Red when a row's p99 is set against its own mode's pace, or an older line of the same row is shown."""
+    lines = [
+        row("off-2048", "16", 4.0, 5.0),
+        row("green-48", "16", 5.0, 9.0),
+        row("green-48", "16@4096@2", 5.0, 99.0),
+        row("green-48", "16@4096@2", 5.0, 6.0),
+        {"row": "start", "label": "stream", "error": "the server didn't start"},
+    ]
+    text = itl.table(lines)
+    (line,) = [line for line in text if line.startswith("16@4096@2")]
+    assert line.split()[-1] == "1.50"
+    assert any("failed" in line for line in text)
+
+
+def test_sections_are_replaced_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red when a run of one section loses the committed results of the others, or keeps its own old ones."""
+    committed, out = tmp_path / "committed", tmp_path / "out"
+    committed.mkdir()
+    out.mkdir()
+    monkeypatch.setattr(gpu_check, "RESULTS", committed)
+    gpu_check.record_smoke(committed, "idle", {"about": {"commit": "a"}, "broken": [], "share": 1})
+    gpu_check.record_smoke(out, "smoke", {"about": {"commit": "b"}, "broken": ["x"], "green": {"requests": 7}})
+    gpu_check.record_smoke(out, "idle", {"about": {"commit": "c"}, "broken": [], "share": 2})
+    results = json.loads((out / gpu_check.SMOKE).read_text())
+    assert results["green"] == {"requests": 7}
+    assert results["idle"] == {"share": 2}
+    assert results["about"] == {"idle": {"commit": "c", "broken": []}, "smoke": {"commit": "b", "broken": ["x"]}}
+
+
+def test_mixed_load_is_appended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red when a later run of some modes loses the earlier ones, or `--fresh` keeps them."""
+    monkeypatch.setattr(gpu_check, "RESULTS", tmp_path / "none")
+    options = argparse.Namespace(out=tmp_path, shape=None, fresh=False)
+    about = {"commit": "a", "seconds": 1.0}
+    assert gpu_check.record_itl(options, about, [row("off-256", "16", 4.0, 5.0)], "")
+    assert not gpu_check.record_itl(options, about, [{"row": "16", "label": "stream", "error": "no"}], "")
+    labels = [json.loads(line).get("label") for line in (tmp_path / gpu_check.ITL).read_text().splitlines()]
+    assert labels == [None, "off-256", None, "stream"]
+    options.fresh = True
+    assert not gpu_check.record_itl(options, about, [], "took too long")
+    assert len((tmp_path / gpu_check.ITL).read_text().splitlines()) == 1
