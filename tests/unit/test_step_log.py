@@ -1,18 +1,13 @@
-"""The step log without a process: times from a simulated GPU clock, lines by value, files that are slow or full."""
+"""The step log without a process: lines by value, times from a simulated GPU clock."""
 
 from __future__ import annotations
 
-import errno
 import json
-import logging
-import threading
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from engine_core.cli import main
 from engine_core.device.driver import EVENT_FLAGS, TIMING_EVENT_FLAGS, Driver, DriverError, Status
 from engine_core.device.drop_queue import DropQueue
 from engine_core.device.fail_stop import Unbounded
@@ -21,15 +16,14 @@ from engine_core.device.fake_driver import FakeTable
 from engine_core.device.guard import LaunchGuard
 from engine_core.device.lanes import Lanes, LaneStream
 from engine_core.device.timing import GpuTimer, HostTimer, Timer
-from engine_core.errors import ConfigError
 from engine_core.step import Lane, PrefillChunk
 from engine_core.worker.inputs import RowTables
-from engine_core.worker.line_writer import BUFFER_BYTES, LineWriter, open_lines
+from engine_core.worker.line_writer import LineWriter
 from engine_core.worker.runner import Runner
 from engine_core.worker.step_log import NO_STEP_LOG, FileStepLog, StepLog
 from tests.device.rig import CONTEXT, PAGE, PAGES, SLOTS, VOCAB, Aborted, Script, plan, row
+from tests.unit.memory_file import Full, Memory
 
-MODEL = Path(__file__).parents[1] / "fixtures" / "tiny-qwen3-austen"
 GUARD_S = 60.0
 IDS = [5, 6, 7, 8, 9, 10]
 
@@ -148,22 +142,6 @@ class Rig:
         """What was logged, after the runner's end."""
         self.runner.close()
         return [json.loads(line) for line in self.file.data.splitlines()]
-
-
-class Memory:
-    """A file that takes at most `piece` bytes a call."""
-
-    def __init__(self, piece: int = 1 << 30) -> None:
-        self.data = b""
-        self.piece = piece
-        self.closed = False
-
-    def write(self, data: bytes, /) -> int:
-        self.data += data[: self.piece]
-        return min(len(data), self.piece)
-
-    def close(self) -> None:
-        self.closed = True
 
 
 # ------------------------------ what is logged
@@ -341,46 +319,6 @@ def test_times_stay_exact_over_hours() -> None:
     assert table.live_events == 0
 
 
-# ------------------------------ files
-
-
-def dropped(count: int) -> bytes:
-    return b"dropped %d\n" % count
-
-
-def test_lines_arrive_whole_and_in_order() -> None:
-    """Red when a line is lost between the buffer and the file, or a file that takes pieces gets a part."""
-    file = Memory(piece=7)
-    writer = LineWriter(file, dropped, interval_s=0.0)
-    for number in range(5000):
-        writer.append(b"line %d\n" % number)
-    writer.close()
-    assert file.data == b"".join(b"line %d\n" % number for number in range(5000))
-    assert file.closed
-
-
-class Full(Memory):
-    def write(self, data: bytes, /) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def test_a_full_disk_ends_the_log_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    """Red when a full disk raises into the step, warns at every line, or keeps lines in memory."""
-    file = Full()
-    with caplog.at_level(logging.WARNING, "greenlane.worker"):
-        writer = LineWriter(file, dropped, interval_s=0.0)
-        writer.append(b"one\n")
-        writer._thread.join(GUARD_S)
-        for _ in range(100):
-            writer.append(b"more\n")
-        writer.close()
-    assert [(record.getMessage(), "No space left" in str(record.__dict__["fields"])) for record in caplog.records] == [
-        ("step_log_ends", True)
-    ]
-    assert file.closed
-    assert writer._lines == []
-
-
 def test_after_a_full_disk_no_timing_events_are_made() -> None:
     """Red when a log that has ended still costs GPU events."""
     rig = Rig()
@@ -392,53 +330,3 @@ def test_after_a_full_disk_no_timing_events_are_made() -> None:
     before = len(rig.table.calls)
     rig.runner.launch(plan(2, decode=[0]))
     assert rig.table.calls[before:].count("event_record") == 1
-
-
-class Slow(Memory):
-    """Takes nothing until it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entered, self.go = threading.Event(), threading.Event()
-
-    def write(self, data: bytes, /) -> int:
-        self.entered.set()
-        assert self.go.wait(GUARD_S)
-        return super().write(data)
-
-
-def test_a_slow_disk_costs_lines_and_no_time() -> None:
-    """Red when a line waits for the file (this test would hang), the buffer has no bound, or lost lines aren't told."""
-    file = Slow()
-    writer = LineWriter(file, dropped, interval_s=0.0)
-    writer.append(b"first\n")
-    assert file.entered.wait(GUARD_S)
-    line = b"x" * (BUFFER_BYTES // 8 - 1) + b"\n"
-    for _ in range(11):
-        writer.append(line)
-    file.go.set()
-    writer.close()
-    assert file.data == b"first\n" + 8 * line + b"dropped 3\n"
-
-
-def test_a_log_goes_on_at_the_start_of_a_line(tmp_path: Path) -> None:
-    """Red when a restarted worker's header is glued to a line that its predecessor didn't finish."""
-    path = tmp_path / "steps.jsonl"
-    for text in (b"one\ntw", b"three\n", b"four\n"):
-        file = open_lines(path)
-        file.write(text)
-        file.close()
-    assert path.read_bytes() == b"one\ntw\nthree\nfour\n"
-
-
-def test_paths_that_can_t_be_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Red when a wrong --step-log is found only after the model was loaded, or isn't named."""
-    check = ["engine", "--check-flags", f"--model={MODEL}"]
-    assert main([*check, f"--step-log={tmp_path / 'no' / 'steps.jsonl'}"]) == 2
-    assert f"{tmp_path / 'no'} is no folder" in capsys.readouterr().err
-    assert main([*check, f"--step-log={tmp_path}"]) == 2
-    assert "is a folder; name a file in it" in capsys.readouterr().err
-    assert main([*check, f"--step-log={tmp_path / 'steps.jsonl'}"]) == 0
-    assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ConfigError, match="can't be written: Is a directory"):
-        open_lines(tmp_path)
