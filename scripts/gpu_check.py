@@ -41,6 +41,8 @@ STOP_S = 60.0
 """For a section that is out of time to stop what it started."""
 
 MAX_SHOWN = 24
+"""Items of a list."""
+LOG_LINES, MAX_LINE = 12, 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +137,17 @@ def run_section(name: str, options: argparse.Namespace, header: dict[str, Any]) 
     broken = [*measured.pop("broken", []), *([] if ended == "" else [ended])]
     record_smoke(options.out, name, {"about": about, "broken": broken, **measured})
     print("\n".join(short(measured)))
+    if broken:
+        print_logs(options.work, name)
     print("\n".join([*(f"BROKEN {what}" for what in broken), f"{name}: {seconds} s"]), flush=True)
     return not broken
+
+
+def print_logs(folder: Path, name: str) -> None:
+    """The ends of what the section's processes said."""
+    for log in sorted(folder.glob(f"{name}*.log")):
+        ends = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+        print("\n".join([f"--- the end of {log}", *(line[:MAX_LINE] for line in ends)]))
 
 
 def short(measured: dict[str, Any], prefix: str = "") -> Iterator[str]:
@@ -222,7 +233,10 @@ def record_itl(options: argparse.Namespace, about: dict[str, Any], lines: list[d
     (options.out / ITL).write_text("".join(f"{line}\n" for line in written))
     print("\n".join(itl.table([json.loads(line) for line in written])), flush=True)
     print(f"itl: {ended}" if ended else f"itl: {about['seconds']} s", flush=True)
-    return not ended and not any("error" in line for line in lines)
+    held = not ended and not any("error" in line for line in lines)
+    if not held:
+        print_logs(options.work, "itl")
+    return held
 
 
 def latest(folder: Path, name: str) -> str:

@@ -16,8 +16,9 @@ import numpy as np
 
 from engine_core.config import WorkerConfig
 from engine_core.device.base import Batch, Device
-from engine_core.device.driver import Driver
+from engine_core.device.driver import EVENT_FLAGS, Driver
 from engine_core.device.fail_stop import Unbounded
+from engine_core.device.lanes import record
 from engine_core.executor.channel import Plan
 from engine_core.step import Lane, PrefillChunk, RowSampling, RowStart, StepPlan, StepResult
 from engine_core.worker.runner import Runner
@@ -70,7 +71,7 @@ class Scene:
         self.aborts: list[str] = []
         self.closed: list[bool] = []
         """For each time that memory was to be freed: whether the held prefill was done."""
-        self.prefill_done: Any = None
+        self._prefill_done: Any = None
         self.compute.instead_of_close = self._closing
         device = replace(card.device, compute=self.compute, driver=Driver(self.table, Unbounded()))
         card.cuda.synchronize()
@@ -80,7 +81,7 @@ class Scene:
         self._step = 0
 
     def _closing(self) -> None:
-        self.closed.append(self.prefill_done is None or bool(self.prefill_done.query()))
+        self.closed.append(not self.held)
 
     def abort(self, what: str, error: BaseException | None = None) -> Any:
         self.aborts.append(f"{what}: {error}")
@@ -120,15 +121,21 @@ class Scene:
         """Row 1's prompt goes on the prefill lane and stays there for a while; the decode step beside it comes back."""
         self.hold(Lane.PREFILL, PREFILL_HOLD_MS)
         self.runner.launch(self.plan(starts=[VICTIM], decode=[DECODER], chunks=[VICTIM], lane=True))
-        self.prefill_done = self.card.cuda.Event()
-        with self.card.on(Lane.PREFILL):
-            self.prefill_done.record()
+        driver = self.card.device.driver
+        self._prefill_done = driver.call("event_create", EVENT_FLAGS)
+        record(driver, self.card.device.streams[Lane.PREFILL], self._prefill_done)
         return self.result()
 
     @property
     def held(self) -> bool:
         """Whether row 1's prefill is still on its lane."""
-        return not self.prefill_done.query()
+        return self._prefill_done is not None and not self.card.device.driver.event_done(self._prefill_done)
+
+    def end(self) -> None:
+        """All work is over; the runner is left as it is."""
+        self.card.cuda.synchronize()
+        if self._prefill_done is not None:
+            self.card.device.driver.call("event_destroy", self._prefill_done)
 
     def decode(self) -> StepPlan:
         return self.plan(starts=[], decode=[DECODER], chunks=[])

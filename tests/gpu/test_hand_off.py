@@ -70,7 +70,7 @@ def card(config: WorkerConfig, cuda: Any, probes: Probes) -> Iterator[Card]:
 def scene(card: Card) -> Iterator[Scene]:
     made = Scene(card)
     yield made
-    card.cuda.synchronize()
+    made.end()
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,10 @@ class Undisturbed:
 
 @pytest.fixture(scope="module")
 def undisturbed(card: Card) -> Undisturbed:
-    return run_undisturbed(Scene(card))
+    scene = Scene(card)
+    found = run_undisturbed(scene)
+    scene.end()
+    return found
 
 
 def run_undisturbed(scene: Scene) -> Undisturbed:
@@ -199,15 +202,13 @@ def test_o4_a_failed_prefill_leaves_with_its_lane_proven(
     fail(scene)
     result = scene.launch_victim()
     tokens += unpacked(result.tokens)
-    prefills = [*result.prefills]
     scene.poison(VICTIM_PAGES, scene.card.prefill_buffers)
+    prefills = [*result.prefills]
     while not prefills:
-        result = scene.run(scene.decode())
-        tokens += unpacked(result.tokens)
-        prefills += result.prefills
+        prefills += scene.run(scene.decode()).prefills
     assert prefills[0].error is not None
     assert scene.canary_survived()
-    assert tokens[: len(undisturbed.decoder)] == undisturbed.decoder[: len(tokens)]
+    assert tokens == undisturbed.decoder[: len(tokens)]
     assert scene.aborts == []
 
 
@@ -274,9 +275,8 @@ def test_o13_teardown_that_proves_nothing_aborts(scene: Scene) -> None:
 # ------------------------------ what reused memory holds
 
 
-def test_s6_what_free_pages_hold_changes_nothing(card: Card, undisturbed: Undisturbed) -> None:
+def test_s6_what_free_pages_hold_changes_nothing(card: Card, scene: Scene, undisturbed: Undisturbed) -> None:
     """S6: red when a kernel lets positions beyond a row's length, or another row's pages, into a row's result: every
     page and every prefill buffer is full of NaN beforehand."""
-    scene = Scene(card)
     scene.poison(list(range(card.kv.shape[1])), card.prefill_buffers)
     assert run_undisturbed(scene) == undisturbed

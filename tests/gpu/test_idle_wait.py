@@ -37,7 +37,7 @@ def tree(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> Iterat
 def test_e7_idle_with_a_prefill_in_flight_uses_no_cpu(tree: Tree, measured: Measured) -> None:
     """E6, E7: red when the worker polls while all that's left is a prefill in flight, or when its result needs another
     request to come out."""
-    decoder = Stream(tree, 16, 500).decoding()
+    decoder = Stream(tree, 16, 1500).decoding()
     held = Stream(tree, LONG_PROMPT, 4)
     until(lambda: tree.said('"event": "fault_strikes"'), "the prefill is on its lane")
     decoder.ended()

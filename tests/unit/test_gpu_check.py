@@ -116,7 +116,7 @@ def test_sections_are_replaced_one_by_one(tmp_path: Path, monkeypatch: pytest.Mo
 def test_mixed_load_is_appended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Red when a later run of some modes loses the earlier ones, or `--fresh` keeps them."""
     monkeypatch.setattr(gpu_check, "RESULTS", tmp_path / "none")
-    options = argparse.Namespace(out=tmp_path, shape=None, fresh=False)
+    options = argparse.Namespace(out=tmp_path, work=tmp_path, shape=None, fresh=False)
     about = {"commit": "a", "seconds": 1.0}
     assert gpu_check.record_itl(options, about, [row("off-256", "16", 4.0, 5.0)], "")
     assert not gpu_check.record_itl(options, about, [{"row": "16", "label": "stream", "error": "no"}], "")
