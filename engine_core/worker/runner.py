@@ -106,10 +106,11 @@ class Runner:
         self._start_rows(plan)
         self._compute.append_pages(*appended)
         self._join_if_complete(flight)
-        if plan.prefill_lane and plan.chunks:
-            self._launch_prefill(plan.step, plan.chunks)
+        prefill = self._open_prefill(plan.step, plan.chunks) if plan.prefill_lane and plan.chunks else None
         if len(batch.slots) or plan.chunks or flight.joined or self._prefill is None:
             self._launch_primary(flight)
+        if prefill is not None:
+            self._launch_prefill(prefill)
         self._step_log.launched(plan, batch.decode_rows, started)
 
     def _admit(self, plan: StepPlan) -> None:
@@ -154,11 +155,11 @@ class Runner:
 
     # ----------------------------------------------------------------- prefill lane
 
-    def _launch_prefill(self, step: int, chunks: list[PrefillChunk]) -> None:
-        """Enqueue a prefill batch beside decode. At most one is in flight (rule L6).
+    def _open_prefill(self, step: int, chunks: list[PrefillChunk]) -> PrefillFlight:
+        """Order the prefill lane behind all that the primary lane was given so far (rule O1).
 
-        It starts behind all that the primary lane was given so far (rule O1): prefix pages that it will read, and the
-        tables of the rows that start now.
+        That is prefix pages that the batch will read, and the tables of the rows that start now; the decode rows of
+        this step come later. At most one batch is in flight (rule L6).
         """
         if self._prefill is not None:
             raise ProtocolViolation(
@@ -176,13 +177,23 @@ class Runner:
                 self._lanes.launching(Lane.PREFILL, step)
                 flight.producers = self._lanes.complete(Lane.PRIMARY, self._lanes.launched(Lane.PRIMARY))
                 self._lanes.order_after(Lane.PREFILL, flight.producers)
+        except WorkFailed as failure:
+            flight.error = str(failure)
+        return flight
+
+    def _launch_prefill(self, flight: PrefillFlight) -> None:
+        """Enqueue the batch, after this step's decode: its host work delays nobody (rule L5)."""
+        if flight.error is not None:
+            return
+        try:
+            with self._guard.armed(flight.owned):
                 flight.span = self._step_log.begin(Lane.PREFILL)
-                self._compute.forward(batch, flight.ring)
+                self._compute.forward(flight.batch, flight.ring)
                 self._step_log.finish(flight.span)
                 flight.owned.to(Ownership.LAUNCHED)
-                flight.completion = self._lanes.complete(Lane.PREFILL, step)
+                flight.completion = self._lanes.complete(Lane.PREFILL, flight.step)
                 flight.owned.to(Ownership.WORKER_OWNED)
-            self._step_log.prefill_launched(batch)
+            self._step_log.prefill_launched(flight.batch)
         except WorkFailed as failure:
             flight.error = str(failure)
 
