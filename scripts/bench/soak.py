@@ -38,8 +38,9 @@ from scripts.serving import TINY, Serving, open_descriptors, resident_bytes, ser
 
 CANCELLED_SHARE = 0.2
 MEMORY_GROWTH = 1.02
-DESCRIPTOR_SLACK = 4
-"""Connections that come and go with the measurement itself."""
+DESCRIPTOR_SLACK = 2
+"""Of the health checks' connections, which may be renewed meanwhile."""
+CLOSE_S = 2.0
 GUARD_S = 300.0
 LOCAL = [("grpc.enable_http_proxy", 0)]
 
@@ -135,38 +136,43 @@ class Clients:
 async def soak(server: Serving, requests: int, clients: int, seed: int) -> dict[str, Any]:
     """Both halves of the load and what was found after each."""
     work = list(draw_work(requests, seed))
-    limits = httpx.Limits(max_connections=clients, max_keepalive_connections=clients)
     began = time.monotonic()
-    async with (
-        httpx.AsyncClient(timeout=GUARD_S, limits=limits, trust_env=False) as http,
-        grpc.aio.insecure_channel(server.grpc, options=LOCAL) as channel,
-        grpc.aio.insecure_channel(server.engine, options=LOCAL) as engine_channel,
-    ):
-        engine = engine_pb2_grpc.EngineStub(engine_channel)
-        sent = Clients(server, http, text_pb2_grpc.TextStub(channel))
-        await sent.run(work[: requests // 2], clients)
-        await settle(engine)
-        half_way = resources(server)
-        await sent.run(work[requests // 2 :], clients)
-        stats = await settle(engine)
-        end = resources(server)
+    first = await carry_out(server, work[: requests // 2], clients)
+    half_way = await resources(server)
+    second = await carry_out(server, work[requests // 2 :], clients)
+    end = await resources(server)
+    outcomes = first.outcomes + second.outcomes
     return {
         "requests": requests,
         "clients": clients,
         "seconds": round(time.monotonic() - began, 1),
-        **{name: sent.outcomes[name] for name in ("completed", "left", "failed")},
-        **findings(stats),
+        **{name: outcomes[name] for name in ("completed", "left", "failed")},
+        **findings(await settle(server)),
         "memory_growth": {role: round(end[role][0] / half_way[role][0], 4) for role in end},
         "descriptor_growth": {role: end[role][1] - half_way[role][1] for role in end},
-        "failures": sent.failures[:5],
+        "failures": (first.failures + second.failures)[:5],
     }
 
 
-async def settle(engine: Any) -> engine_pb2.GetStatsResponse:
+async def carry_out(server: Serving, work: list[Work], clients: int) -> Clients:
+    """Send all work over connections that are closed at the end, and wait until the server has nothing left to do."""
+    limits = httpx.Limits(max_connections=clients, max_keepalive_connections=clients)
+    async with (
+        httpx.AsyncClient(timeout=GUARD_S, limits=limits, trust_env=False) as http,
+        grpc.aio.insecure_channel(server.grpc, options=LOCAL) as channel,
+    ):
+        sent = Clients(server, http, text_pb2_grpc.TextStub(channel))
+        await sent.run(work, clients)
+    await settle(server)
+    return sent
+
+
+async def settle(server: Serving) -> engine_pb2.GetStatsResponse:
     """Wait until nothing runs; raises TimeoutError when that doesn't happen."""
-    async with asyncio.timeout(GUARD_S):
+    async with asyncio.timeout(GUARD_S), grpc.aio.insecure_channel(server.engine, options=LOCAL) as channel:
+        engine = engine_pb2_grpc.EngineStub(channel)
         while True:
-            stats: engine_pb2.GetStatsResponse = await engine.GetStats(engine_pb2.GetStatsRequest(), timeout=GUARD_S)
+            stats: engine_pb2.GetStatsResponse = await engine.GetStats(engine_pb2.GetStatsRequest())
             gauges = stats.gauges
             if not (gauges.running or gauges.waiting or gauges.pages_retiring or gauges.pages_referenced):
                 return stats
@@ -189,8 +195,9 @@ def findings(stats: engine_pb2.GetStatsResponse) -> dict[str, int]:
     }
 
 
-def resources(server: Serving) -> dict[str, tuple[int, int]]:
-    """Resident bytes and open descriptors of every process, by role."""
+async def resources(server: Serving) -> dict[str, tuple[int, int]]:
+    """Resident bytes and open descriptors of every process by role, once closed connections have gone."""
+    await asyncio.sleep(CLOSE_S)
     return {role: (resident_bytes(pid), open_descriptors(pid)) for pid, role in server.roles().items()}
 
 

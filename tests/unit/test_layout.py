@@ -64,9 +64,12 @@ CUDA_HOMES = (
     "engine_core.worker.graphs",
     "engine_core.ops.cuda",
 )
-ENVIRONMENT_READERS = ("frontend.serve", "engine_core.executor.sockets")
-"""They ask where the private folder of local sockets belongs (XDG_RUNTIME_DIR), and nothing else."""
-UNSAFE_MODULES = ("pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "multiprocessing")
+ENVIRONMENT_READERS = ("frontend.serve", "engine_core.executor.sockets", "engine_core.executor.processes")
+"""The first two ask where the private folder of local sockets belongs (XDG_RUNTIME_DIR); the third hands its own
+environment on to a worker. No behaviour depends on a variable."""
+UNSAFE_MODULES = ("pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve")
+PRODUCT_UNSAFE_MODULES = ("multiprocessing",)
+"""It pickles what it hands over and forks by default; tests may spread pure work with its spawn context."""
 UNSAFE_CALLS = ("torch.load", "os.fork", "os.forkpty", "pty.fork", "os.system", "eval", "exec")
 
 
@@ -152,7 +155,8 @@ def cuda_names(module: Module) -> Iterator[str]:
 
 
 def unsafe_code(module: Module) -> Iterator[str]:
-    yield from (f"{module.name} imports {name}" for name in module.imports() if within(name, UNSAFE_MODULES))
+    unsafe = UNSAFE_MODULES + (PRODUCT_UNSAFE_MODULES if within(module.name, PACKAGES) else ())
+    yield from (f"{module.name} imports {name}" for name in module.imports() if within(name, unsafe))
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Call):
             if ast.unparse(node.func) in UNSAFE_CALLS:
@@ -213,6 +217,7 @@ def test_every_module_says_what_it_owns() -> None:
         (cuda_names, "engine_core.worker.runner", "def f(torch):\n    torch.cuda.synchronize()"),
         (cuda_names, "engine_core.device.lanes", "from cuda.bindings import driver"),
         (unsafe_code, "tests.unit.x", "import pickle"),
+        (unsafe_code, "engine_core.host", "import multiprocessing"),
         (unsafe_code, "scripts.x", "import torch\ntorch.load('x')"),
         (unsafe_code, "scripts.x", "import os\nos.fork()"),
         (unsafe_code, "scripts.x", "numpy.load(path, allow_pickle=True)"),
