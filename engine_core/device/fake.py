@@ -6,6 +6,7 @@ reused, skipped or written too early changes the tokens or raises RaceDetected. 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,14 @@ def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
+
+
+@functools.cache
+def position_weights(count: int) -> npt.NDArray[np.uint64]:
+    """[count] odd factors of the tokens at each position; shared, so not writable."""
+    weights = _mix(np.arange(1, count + 1, dtype=np.uint64)) | np.uint64(1)
+    weights.setflags(write=False)
+    return weights
 
 
 class FakeCompute:
@@ -54,7 +63,7 @@ class FakeCompute:
         self._page_size = page_size
         self._vocab = vocab_size
         self._kv = np.zeros((total_pages, page_size), np.uint64)
-        self.weights = _mix(np.arange(1, max_model_len + 1, dtype=np.uint64)) | np.uint64(1)
+        self._weights = position_weights(max_model_len)
         self._last_token = np.zeros(max_num_seqs, np.int32)
         self._logprobs = np.full(max_num_seqs, -1, np.int32)
         self._hidden: dict[tuple[Lane, int], npt.NDArray[np.uint64]] = {}
@@ -102,14 +111,14 @@ class FakeCompute:
         before = positions - 1
         values = self._kv[table[rows, before // self._page_size], before % self._page_size]
         values = np.where(positions > 0, values, np.uint64(0))
-        values = values + (tokens.astype(np.uint64) + np.uint64(1)) * self.weights[positions]
+        values = values + (tokens.astype(np.uint64) + np.uint64(1)) * self._weights[positions]
         self._kv[table[rows, positions // self._page_size], positions % self._page_size] = values
         return values
 
     def _step_chunk(self, start: int, pages: Int32, tokens: Int32) -> np.uint64:
         before = self._kv[pages[(start - 1) // self._page_size], (start - 1) % self._page_size] if start else 0
         positions = np.arange(start, start + len(tokens))
-        values = (tokens.astype(np.uint64) + np.uint64(1)) * self.weights[positions]
+        values = (tokens.astype(np.uint64) + np.uint64(1)) * self._weights[positions]
         values = np.cumsum(values, dtype=np.uint64) + np.uint64(before)
         self._kv[pages[positions // self._page_size], positions % self._page_size] = values
         return np.uint64(values[-1])

@@ -48,9 +48,10 @@ class Clocks:
     def write(self, index: Int32, thread: int, clock: Ticks) -> None:
         """A write: the last write and every thread's last read must have happened before. Raises RaceDetected."""
         self._behind_write(index, thread, clock, "written")
-        for other in range(MAX_THREADS):
-            if other != thread and (late := self._read_tick[other, index] > clock[other]).any():
-                self._race(int(index[late][0]), "written", thread, "read", other)
+        late = self._read_tick[:, index] > clock[:, np.newaxis]
+        if late.any():
+            other, position = (int(found[0]) for found in late.nonzero())
+            self._race(int(index[position]), "written", thread, "read", other)
         self._write_thread[index] = thread
         self._write_tick[index] = clock[thread]
 

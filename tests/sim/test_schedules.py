@@ -8,14 +8,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_core.request import FINISH_ABORT, FINISH_LENGTH, Abort
+from engine_core.request import FINISH_ABORT, FINISH_LENGTH, FINISH_STOP, Abort, FlushCache
 from engine_core.step import Lane
-from tests.sim.harness import Sim
+from tests.sim.harness import NOW, Sim, uncontended
 
 MOVES = st.lists(
     st.one_of(
-        st.tuples(st.just("add"), st.integers(1, 40), st.integers(1, 20), st.integers(0, 2), st.integers(0, 3)),
+        st.tuples(
+            st.just("add"),
+            st.integers(1, 40),
+            st.integers(1, 20),
+            st.integers(0, 2),
+            st.integers(0, 3),
+            st.none() | st.integers(0, 19),
+            st.integers(1, 3),
+        ),
         st.tuples(st.just("abort"), st.integers(0, 30)),
+        st.just(("flush",)),
         st.just(("engine",)),
         st.just(("worker",)),
         st.tuples(st.just("run"), st.sampled_from(list(Lane)), st.integers(1, 4)),
@@ -24,29 +33,63 @@ MOVES = st.lists(
 )
 
 
-def play(sim: Sim, moves: list[tuple[Any, ...]]) -> set[int]:
-    """Make the moves, then let everything end; returns the aborted numbers."""
-    aborted: set[int] = set()
-    number = 0
-    for move in moves:
+class Life:
+    """A simulation, and what each of its sequences must draw if nobody aborts it."""
+
+    def __init__(self, sim: Sim) -> None:
+        self.sim = sim
+        self.due: dict[int, tuple[int, ...]] = {}
+        self.aborted: set[int] = set()
+        self._numbers = 0
+
+    def move(self, move: tuple[Any, ...]) -> None:
         match move:
-            case ("add", length, max_tokens, priority, family):
-                number += 1
-                sim.add(number, [(family * 31 + i) % 997 for i in range(length)], max_tokens, priority=priority)
+            case ("add", length, max_tokens, priority, family, stop_at, n):
+                self.add(length, max_tokens, priority, family, stop_at, n)
             case ("abort", target):
-                aborted.add(target)
-                sim.engine.submit(Abort(1, (target,)), sim.now)
+                self.aborted.add(target)
+                self.sim.engine.submit(Abort(1, (target,)), NOW)
+            case ("flush",):
+                self.sim.engine.submit(FlushCache(), NOW)
             case ("engine",):
-                sim.step_engine()
+                self.sim.step_engine()
             case ("worker",):
-                sim.step_worker()
+                self.sim.step_worker()
             case ("run", lane, count):
-                sim.run_stream(lane, count)
-        gauges = sim.scheduler.gauges()
+                self.sim.run_stream(lane, count)
+        gauges = self.sim.scheduler.gauges()
         held = gauges.pages_free + gauges.pages_cached + gauges.pages_referenced + gauges.pages_retiring
         assert held == gauges.pages_total
-    sim.settle()
-    return aborted
+
+    def add(self, length: int, max_tokens: int, priority: int, family: int, stop_at: int | None, n: int) -> None:
+        """Prompts of one family begin alike. `stop_at` makes the token drawn there a stop id."""
+        prompt = [(family * 31 + i) % 997 for i in range(length)]
+        drawn = uncontended(tuple(prompt), max_tokens)
+        stops = () if stop_at is None or stop_at >= max_tokens else (drawn[stop_at],)
+        end = drawn.index(stops[0]) + 1 if stops else max_tokens
+        for number in range(self._numbers + 1, self._numbers + n + 1):
+            self.due[number] = drawn[:end]
+        self.sim.add(self._numbers + 1, prompt, max_tokens, priority=priority, stop_token_ids=stops, n=n)
+        self._numbers += n
+
+    def check(self) -> None:
+        """Everybody has one ending and the tokens due, and everything that was held is back."""
+        sim = self.sim
+        assert sim.aborted is None
+        assert sim.engine_dead is None
+        sim.check_tokens()
+        assert set(sim.finishes) == set(self.due)
+        for number, finish in sim.finishes.items():
+            tokens = tuple(sim.tokens.get(number, ()))
+            assert finish.output_tokens == len(tokens)
+            if finish.reason == FINISH_ABORT:
+                assert number in self.aborted
+                continue
+            assert tokens == self.due[number]
+            assert finish.reason == (FINISH_LENGTH if finish.stop_token_id is None else FINISH_STOP)
+        gauges = sim.scheduler.gauges()
+        assert (gauges.pages_referenced, gauges.running, gauges.waiting, gauges.prefills_in_flight) == (0, 0, 0, 0)
+        assert gauges.pages_free + gauges.pages_cached == gauges.pages_total
 
 
 @pytest.mark.parametrize("overlap", ["off", "stream", "green"])
@@ -57,37 +100,78 @@ def test_any_schedule_gives_the_same_tokens_and_one_ending_each(
 ) -> None:
     """L6, O8, O10 to O12, S5: one ending and the same tokens for everybody.
 
-    Red when a lane, an abort, a preemption or the pipeline's depth changes a token, a page is given away before its
-    fence (the vector clocks raise, the worker aborts), or a request ends twice or never.
+    Red when a lane, an abort, a preemption, a late stop or the pipeline's depth changes a token, a page is given away
+    before its fence (the vector clocks raise, the worker aborts), or a request ends twice or never.
     """
-    sim = Sim(overlap=overlap, depth=depth, pages=pages, prefix_caching=cache)
-    aborted = play(sim, moves)
-    assert sim.abort_cause is None
-    assert sim.engine_dead is None
-    sim.check_tokens()
-    assert set(sim.finishes) == set(sim.prompts)
-    for number, finish in sim.finishes.items():
-        assert finish.reason == FINISH_LENGTH or (finish.reason == FINISH_ABORT and number in aborted)
-        assert finish.output_tokens == len(sim.tokens.get(number, []))
-    gauges = sim.scheduler.gauges()
-    assert (gauges.pages_referenced, gauges.running, gauges.waiting, gauges.prefills_in_flight) == (0, 0, 0, 0)
-    assert gauges.pages_free + gauges.pages_cached == gauges.pages_total
+    life = Life(Sim(overlap=overlap, depth=depth, pages=pages, prefix_caching=cache))
+    for move in moves:
+        life.move(move)
+    life.sim.settle()
+    life.check()
 
 
-@pytest.mark.parametrize("overlap", ["off", "green"])
+@settings(max_examples=30, deadline=None)
+@given(moves=MOVES, depth=st.integers(1, 3), leads=st.lists(st.tuples(st.sampled_from(list(Lane)), st.integers(1, 4))))
+def test_ranks_that_run_apart_give_the_same_tokens(
+    moves: list[tuple[Any, ...]], depth: int, leads: list[tuple[Lane, int]]
+) -> None:
+    """L7: red when one rank's word is taken for all: the other's prefill still reads what is given away."""
+    life = Life(Sim(overlap="green", depth=depth, pages=26, ranks=2))
+    for at, move in enumerate(moves):
+        life.move(move)
+        if leads:
+            life.sim.ranks[0].run_stream(*leads[at % len(leads)])
+    life.sim.settle()
+    life.check()
+
+
+@pytest.mark.parametrize("overlap", ["off", "stream", "green"])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_stop_ids_found_late_discard_rows(overlap: str, depth: int) -> None:
-    """Red when a late row behind a stop is published, or its page is reused before its write is proven."""
-    sim = Sim(overlap=overlap, depth=depth)
-    sim.prompts[1] = [5, 6, 7]
-    drawn = sim.expected(1, 6)
-    stop, end = drawn[5], drawn.index(drawn[5]) + 1
-    sim.add(1, [5, 6, 7], 30, stop_token_ids=(stop,))
-    sim.add(2, [9] * 10, 12)
-    sim.settle()
-    assert sim.tokens[1] == drawn[:end]
-    assert sim.finishes[1].stop_token_id == stop
-    sim.check_tokens()
-    assert len(sim.tokens[2]) == 12
-    assert sim.abort_cause is None
-    assert sim.engine.stats().rows_discarded <= depth - 1
+    """O12: red when a late row behind a stop is published, or its page is reused before its write is proven."""
+    life = Life(Sim(overlap=overlap, depth=depth))
+    life.add(3, 30, 0, 1, 5, 1)
+    life.add(10, 12, 0, 2, None, 1)
+    life.sim.settle()
+    life.check()
+    assert life.sim.finishes[1].reason == FINISH_STOP
+    assert life.sim.engine.stats().rows_discarded <= depth - 1
+
+
+@pytest.mark.parametrize("overlap", ["stream", "green"])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_prefix_pages_under_a_prefill_in_flight_are_not_given_away(overlap: str, depth: int) -> None:
+    """O11, O12: red when pages that a prefill in flight reads or writes are flushed, evicted or freed by its abort."""
+    life = Life(Sim(overlap=overlap, depth=depth, pages=16))
+    life.add(20, 1, 0, 1, None, 1)
+    life.sim.settle()
+    life.add(5, 20, 0, 2, None, 1)
+    life.sim.turn()
+    life.add(30, 4, 0, 1, None, 1)
+    life.sim.turn(prefill=0)
+    assert life.sim.scheduler.sequences.find(1, 3) is not None
+    assert life.sim.engine.stats().prefix_hits == 5
+    assert life.sim.engine.stats().prefills_in_flight == 1
+    life.move(("abort", 3))
+    life.move(("flush",))
+    life.add(24, 4, 0, 3, None, 1)
+    for _ in range(4):
+        life.sim.turn(prefill=0)
+        assert life.sim.engine.stats().pages_retiring >= 8
+    life.sim.settle()
+    life.check()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_siblings_find_their_prompt_after_its_join(depth: int) -> None:
+    """O8: red when the siblings of a prompt in flight start before its pages are visible, or never."""
+    life = Life(Sim(overlap="green", depth=depth))
+    life.add(5, 24, 0, 2, None, 1)
+    life.sim.turn()
+    life.add(24, 3, 0, 1, None, 3)
+    for _ in range(3):
+        life.sim.turn(prefill=0)
+        assert life.sim.engine.stats().running == 2
+    life.sim.settle()
+    life.check()
+    assert life.sim.engine.stats().prefix_hits == 2 * 5

@@ -1,0 +1,248 @@
+"""One rank of a simulation: the real Worker, Runner, Lanes and guard over simulated streams, and what is seen there.
+
+Owns the faults of driver calls (`DriverFaults`) and of Python code (`PythonFault`), and the notes on what left the
+worker unproven. Death is an exception here: `Aborted`, where the worker's process would end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine_core.device.base import Batch, Sampled
+from engine_core.device.driver import Driver, Status
+from engine_core.device.drop_queue import DropQueue
+from engine_core.device.fail_stop import Unbounded
+from engine_core.device.fake import FakeCompute
+from engine_core.device.fake_driver import FakeTable
+from engine_core.device.guard import LaunchGuard
+from engine_core.device.lanes import Lanes, LaneStream
+from engine_core.executor.channel import FrameChannel
+from engine_core.step import Lane, RowStart, StepResult
+from engine_core.worker.inputs import RowTables
+from engine_core.worker.runner import Runner
+from engine_core.worker.worker import Worker
+
+PAGE, SLOTS, CONTEXT, VOCAB = 4, 6, 96, 997
+WAIT_TIMEOUT = 100.0
+HANG = -1
+"""Status of a call that never returns: the watchdog ends the process. A query that hangs says "not ready"."""
+
+
+class Aborted(BaseException):
+    """Where the worker's process would have ended."""
+
+
+@dataclass(slots=True)
+class DriverFaults:
+    """Faults by number of the driver call, counted over all ranks from the start of serving."""
+
+    armed: dict[int, tuple[int, bool]] = field(default_factory=dict)
+    """Number → status to answer, and whether the call takes effect."""
+    sticky: bool = False
+    """Once a fault was met, all later calls answer it too."""
+    count: int = 0
+    _met: tuple[int, bool] | None = None
+
+    def next(self) -> tuple[int, bool] | None:
+        self.count += 1
+        found = self.armed.get(self.count, self._met)
+        if self.sticky and found is not None:
+            self._met = found
+        return found
+
+
+@dataclass(slots=True)
+class PythonFault:
+    """The `nth` call of a Compute method raises, before it does anything or when all its work is enqueued."""
+
+    method: str = ""
+    nth: int = 0
+    after: bool = False
+    error: type[Exception] = RuntimeError
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def reached(self, method: str, *, after: bool) -> None:
+        if not after:
+            self.counts[method] = self.counts.get(method, 0) + 1
+        if method == self.method and after is self.after and self.counts[method] == self.nth:
+            raise self.error(f"call {self.nth} of {method} fails")
+
+
+class RankScript:
+    """A FakeTable's script: streams run by moves only, faults come from the simulation's one counter."""
+
+    def __init__(self, rank: Rank, faults: DriverFaults) -> None:
+        self._rank, self._faults = rank, faults
+        self.serving = False
+
+    def fault(self, call: str) -> tuple[int, bool] | None:
+        if not self.serving:
+            return None
+        found = self._faults.next()
+        if found is not None and found[0] == HANG:
+            if call == "event_query":
+                return Status.NOT_READY, False
+            self._rank.abort(f"{call} did not end")
+        return found
+
+    def progress(self, table: FakeTable) -> None:
+        """Moves do that."""
+
+
+class ObservedCompute(FakeCompute):
+    """FakeCompute with a Python fault, and a note when it is closed over unproven work."""
+
+    rank: Rank
+
+    def start_row(self, start: RowStart) -> None:
+        self.rank.python_fault.reached("start_row", after=False)
+        super().start_row(start)
+
+    def forward(self, batch: Batch, ring: int) -> None:
+        self.rank.python_fault.reached("forward", after=False)
+        super().forward(batch, ring)
+        self.rank.python_fault.reached("forward", after=True)
+
+    def sample(self, batch: Batch, ring: int) -> None:
+        self.rank.python_fault.reached("sample", after=False)
+        super().sample(batch, ring)
+        self.rank.python_fault.reached("sample", after=True)
+
+    def read(self, batch: Batch, ring: int) -> Sampled:
+        self.rank.python_fault.reached("read", after=False)
+        sampled = super().read(batch, ring)
+        self.rank.python_fault.reached("read", after=True)
+        return sampled
+
+    def close(self) -> None:
+        if self.rank.busy:
+            self.rank.freed_unproven.append("closed with work on a stream")
+        super().close()
+
+
+class ObservedRunner(Runner):
+    """Runner that notes every error that is reported while the work it is about is unproven."""
+
+    rank: Rank
+
+    def collect(self) -> list[StepResult]:
+        results = super().collect()
+        for result in results:
+            if result.error is not None and self.rank.lanes.proven(Lane.PRIMARY) < result.step:
+                self.rank.errors_unproven.append(result.error)
+            for prefill in result.prefills:
+                lane = Lane.PREFILL if prefill.step in self.rank.lane_steps else Lane.PRIMARY
+                if prefill.error is not None and self.rank.lanes.proven(lane) < prefill.step:
+                    self.rank.errors_unproven.append(prefill.error)
+        return results
+
+
+class Wire:
+    """Both ends of a frame stream."""
+
+    def __init__(self, out: deque[bytes], back: deque[bytes]) -> None:
+        self._out, self._back = out, back
+
+    def send(self, data: bytes) -> None:
+        self._out.append(data)
+
+    def receive(self) -> bytes | None:
+        return self._back.popleft() if self._back else None
+
+
+class Rank:
+    """A worker. `overlap`: off, stream or green."""
+
+    def __init__(self, *, overlap: str, depth: int, pages: int, faults: DriverFaults) -> None:
+        to_worker: deque[bytes] = deque()
+        to_core: deque[bytes] = deque()
+        self.core_channel = FrameChannel(Wire(to_worker, to_core))
+        self.python_fault = PythonFault()
+        self.abort_cause: str | None = None
+        self.calls_at_abort = 0
+        self.dead = False
+        self.errors_unproven: list[str] = []
+        self.freed_unproven: list[str] = []
+        self.lane_steps: set[int] = set()
+        """Steps that launched a prefill on its own lane."""
+        script = RankScript(self, faults)
+        self.table = FakeTable(script)
+        self.streams, lane_streams = self._open_streams(overlap)
+        self.compute = ObservedCompute(
+            self.table,
+            self.streams,
+            total_pages=pages,
+            page_size=PAGE,
+            max_num_seqs=SLOTS,
+            max_model_len=CONTEXT,
+            vocab_size=VOCAB,
+            rings=depth + 1,
+        )
+        self.compute.rank = self
+        self.drops = DropQueue()
+        self.lanes = Lanes(Driver(self.table, Unbounded()), lane_streams, self.abort)
+        self.runner = ObservedRunner(
+            compute=self.compute,
+            lanes=self.lanes,
+            guard=LaunchGuard(self.lanes, self.drops, self.abort, self.compute.is_fatal),
+            drops=self.drops,
+            tables=RowTables(
+                max_num_seqs=SLOTS, max_model_len=CONTEXT, page_size=PAGE, total_pages=pages, vocab_size=VOCAB
+            ),
+            async_depth=depth,
+            now=lambda: 0.0,
+        )
+        self.runner.rank = self
+        channel = FrameChannel(Wire(to_core, to_worker))
+        self.worker = Worker(channel, self.runner, Unbounded(), self.abort, wait_timeout=WAIT_TIMEOUT)
+        script.serving = True
+
+    def _open_streams(self, overlap: str) -> tuple[dict[Lane, Any], dict[Lane, LaneStream]]:
+        _, primary = self.table.stream_create(0, 0)
+        if overlap == "off":
+            return {Lane.PRIMARY: primary}, {Lane.PRIMARY: LaneStream(primary)}
+        if overlap == "green":
+            _, context = self.table.green_ctx_create("descriptor")
+            _, prefill = self.table.green_ctx_stream_create(context, 0, 0)
+        else:
+            context = None
+            _, prefill = self.table.stream_create(0, 0)
+        lanes = {Lane.PRIMARY: LaneStream(primary), Lane.PREFILL: LaneStream(prefill, context)}
+        return {Lane.PRIMARY: primary, Lane.PREFILL: prefill}, lanes
+
+    @property
+    def busy(self) -> bool:
+        """Work is on a stream that hasn't run."""
+        return any(stream.queue for stream in self.streams.values())
+
+    def abort(self, what: str, error: BaseException | None = None) -> Any:
+        if self.abort_cause is None:
+            self.abort_cause = what if error is None else f"{what}: {error}"
+            self.calls_at_abort = len(self.table.calls)
+        raise Aborted(self.abort_cause)
+
+    def step(self) -> None:
+        """The worker's loop once. With nothing left to run, a completion that isn't there runs into its bound."""
+        if self.dead:
+            return
+        try:
+            self.worker.step()
+            completion, left = self.worker.awaited(0.0)
+            if left is not None and completion is not None and not self.busy:
+                self.worker.awaited(WAIT_TIMEOUT)
+        except Aborted:
+            self.dead = True
+
+    def run_stream(self, lane: Lane, count: int) -> None:
+        if lane in self.streams:
+            self.table.run(self.streams[lane], count)
+
+    def shut_down(self) -> None:
+        """Leave in good order, as far as that is possible."""
+        if not self.dead:
+            with contextlib.suppress(Aborted):
+                self.worker.lose_core()
+        self.dead = True
