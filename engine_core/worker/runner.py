@@ -174,7 +174,7 @@ class Runner:
         flight.owned.to(Ownership.LAUNCHING)
         try:
             with self._guard.armed(flight.owned):
-                self._lanes.launching(Lane.PREFILL, step)
+                self._lanes.launching(Lane.PREFILL)
                 flight.producers = self._lanes.complete(Lane.PRIMARY, self._lanes.launched(Lane.PRIMARY))
                 self._lanes.order_after(Lane.PREFILL, flight.producers)
         except WorkFailed as failure:
@@ -187,6 +187,7 @@ class Runner:
             return
         try:
             with self._guard.armed(flight.owned):
+                self._lanes.launching(Lane.PREFILL, flight.step)
                 flight.span = self._step_log.begin(Lane.PREFILL)
                 self._compute.forward(flight.batch, flight.ring)
                 self._step_log.finish(flight.span)

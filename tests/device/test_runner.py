@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from engine_core.device.base import Batch
 from engine_core.device.driver import Status
 from engine_core.device.fake_driver import RaceDetected
 from engine_core.device.guard import Ownership
@@ -125,6 +126,33 @@ def test_o4_a_decode_failure_leaves_with_the_prefill_proven(monkeypatch: pytest.
     assert rig.lanes.proven(Lane.PREFILL) == 2
     results = rig.runner.collect()
     assert [result.error for result in results] == [None, "step 3 failed: MemoryError: no room"]
+
+
+def test_o1_a_prefill_that_is_not_launched_yet_is_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """O1, O12: red when the synchronization after a failed decode launch counts for the prefill launched behind it.
+
+    The core would give away pages under it, and a failure of that prefill would not wait for its kernels.
+    """
+    rig = RunnerRig(Script(eager=False))
+    rig.runner.launch(plan(1, starts=[row(0, [1, 2], [0])], chunks=[PrefillChunk(0, 0, 2, True)]))
+    rig.table.run_all()
+    rig.runner.collect()
+    forward = rig.compute.forward
+
+    def fail_decode(batch: Batch, ring: int) -> None:
+        if batch.lane is Lane.PRIMARY:
+            raise MemoryError("no room")
+        forward(batch, ring)
+
+    monkeypatch.setattr(rig.compute, "forward", fail_decode)
+    rig.runner.launch(
+        plan(2, starts=[row(1, IDS, [1, 2])], decode=[0], chunks=[PrefillChunk(1, 0, 6, True)], lane=True)
+    )
+    (result,) = rig.runner.collect()
+    assert result.error == "step 2 failed: MemoryError: no room"
+    assert (result.prefill_complete, rig.lanes.proven(Lane.PREFILL)) == (0, 0)
+    rig.runner.quiesce()
+    assert rig.lanes.proven(Lane.PREFILL) == 2
 
 
 def test_e5_a_step_whose_event_fails_is_reported_after_its_work_ended() -> None:

@@ -144,6 +144,7 @@ def check(scenario: Scenario, sim: Sim) -> str:
         assert rank.errors_unproven == [], "an error left the worker before its lane was proven"
         assert rank.freed_unproven == [], "memory was freed without proof"
         if rank.abort_cause is not None:
+            assert "unordered" not in rank.abort_cause, "a race was detected"
             assert len(rank.table.calls) == rank.calls_at_abort, "driver calls were made after the abort"
     errors = [finish for finish in sim.finishes.values() if finish.reason == FINISH_ERROR]
     _check_told(errors, sim.engine_dead)
