@@ -115,10 +115,28 @@ def test_an_abort_of_a_preempted_sequence_settles() -> None:
 
 def test_prompt_logprobs_aren_t_repeated_after_a_preemption() -> None:
     """Red when a preempted prefill describes the same prompt tokens twice, or skips some by a prefix hit."""
-    rig = Rig(total_pages=10, max_num_batched_tokens=8)
+    rig = Rig(total_pages=10, max_num_batched_tokens=4, max_num_seqs=2)
     rig.add([1] * 6, max_tokens=30)
-    described = rig.add([2] * 20, max_tokens=4, prompt_logprobs=0)
+    described = rig.add([2 + index for index in range(28)], max_tokens=4, prompt_logprobs=0)
     rig.run()
+    assert rig.engine.stats().preemptions == 1
+    assert 1 < len(starts_of(rig, described))
+    assert rig.of(described).tokens == expected_tokens(described, 0)
     starts = [(stretch.start, len(stretch.logprobs) // 4) for stretch in rig.of(described).prompt]
     assert [start for start, _ in starts] == [1 + sum(n for _, n in starts[:i]) for i in range(len(starts))]
-    assert sum(count for _, count in starts) == 19
+    assert sum(count for _, count in starts) == 27
+
+
+@pytest.mark.parametrize("length", [3, 4])
+def test_late_tokens_of_a_preempted_row_publish_nothing(length: int) -> None:
+    """Red when a row that gave its pages back publishes one of them with a token that was still in flight."""
+    rig = Rig(page_size=1, total_pages=18, async_depth=3, max_num_seqs=2)
+    requests = [rig.add([5] * 4, max_tokens=13), rig.add([6] * length, max_tokens=12)]
+    rig.step()
+    while rig.engine.open_count:
+        rig.worker.finish_step()
+        rig.step()
+    assert rig.engine.stats().preemptions > 0
+    for request in requests:
+        assert rig.of(request).tokens == expected_tokens(request, 0)
+    rig.check_settled()
