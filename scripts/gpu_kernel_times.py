@@ -49,8 +49,6 @@ COPIES = 6
 """Sets of weights that the timed calls take turns at."""
 TILES = [
     *(Tile(w, r, d) for w, r, d in itertools.product((4, 8, 16), (1, 2), (1, 2, 3, 4, 6)) if w * r * d <= 48),
-    *(Tile(w, 1, d, 4) for w, d in itertools.product((4, 8, 16), (2, 3, 4)) if w * d <= 48),
-    *(Tile(w, 2, d, 4) for w, d in itertools.product((4, 8), (2, 3)) if w * d <= 16),
     *(Tile(w, 4, d, 1) for w, d in ((4, 1), (4, 2), (8, 1))),
 ]
 
@@ -74,9 +72,9 @@ def time_linear(cache: Path) -> Iterable[Row]:
     for name, make in layers_4b().items():
         layers = [make() for _ in range(COPIES)]
         kernels.prepare(
-            [linear_module.kernel(layers[0], token_tiles, tile) for token_tiles in (1, 2) for tile in TILES], threads=16
+            [linear_module.kernel(layers[0], tokens, tile) for tokens in (1, 8, 16) for tile in TILES], threads=16
         )
-        for tokens in (1, 4, 8, 16):
+        for tokens in (1, 2, 4, 8, 16):
             timed = [(_linear_us(layers, tokens, kernels, tile), tile) for tile in TILES]
             best_us, best = min(timed, key=lambda pair: pair[0])
             default_us = _linear_us(layers, tokens, kernels, None)
@@ -133,18 +131,18 @@ def time_attention(cache: Path) -> Iterable[Row]:
         context = make_context(heads, list(range(rows)), [length] * rows, rows, length, layers)
         yield {
             "kernel": f"decode attention {rows} x {length}",
-            "us": (us := _attention_us(context, kernels, Cut())),
+            "us": (us := _attention_us(context, kernels, None)),
             "TB/s": size / us / 1e6,
             "FlashInfer us": (peer := _flashinfer_us(context, length)),
             "FlashInfer TB/s": size / peer / 1e6,
             **{
                 f"{warps}w {blocks}b us": _attention_us(context, kernels, Cut(warps, blocks))
-                for warps, blocks in itertools.product((2, 4, 8), (1, 2, 3, 4, 6, 8))
+                for warps, blocks in ((2, 3), (4, 2), (8, 1))
             },
         }
 
 
-def _attention_us(context: Context, kernels: CudaKernels, cut: Cut) -> float:
+def _attention_us(context: Context, kernels: CudaKernels, cut: Cut | None) -> float:
     heads, rows = QWEN3_4B.heads, len(context.slots)
     attention = DecodeAttention(heads, rows, sms(), DEVICE, kernels, cut)
     qkv, out = random(rows, heads.total, heads.head_dim), poisoned(rows, heads.query, heads.head_dim)

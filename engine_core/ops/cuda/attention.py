@@ -15,6 +15,7 @@ from engine_core.ops.cuda.kernel import Kernel, Kernels, address, require
 from engine_core.ops.cuda.layer import HEAD_DIMS, Heads
 from engine_core.ops.cuda.splits import LEAST_PAGES, MAX_ROWS, PAGE, wave_items
 
+SOURCE = "decode_attention.cu"
 PLAN_THREADS = 32
 ITEM_BYTES = 16
 MAX_GROUP = 8
@@ -22,10 +23,21 @@ MAX_GROUP = 8
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Warps of a block, and the blocks that fit on an SM at a time; the defaults measured best on an H200."""
+    """Warps of a block, and the blocks for each SM that the plan counts on."""
 
-    warps: int = 4
-    blocks_per_sm: int = 3
+    warps: int
+    blocks_per_sm: int
+
+
+CUTS = (Cut(4, 2), Cut(8, 1), Cut(2, 3))
+
+
+def choose_cut(rows: int, kv_heads: int, sms: int) -> Cut:
+    """The cut measured best on an H200 by the blocks that each SM gets if no row is split."""
+    blocks = rows * kv_heads / sms
+    if blocks <= 0.25 or blocks > 6:
+        return CUTS[0]
+    return CUTS[1] if blocks <= 1 else CUTS[2]
 
 
 class DecodeAttention:
@@ -42,20 +54,22 @@ class DecodeAttention:
             raise ValueError(
                 f"{heads} isn't served: 1 to {MAX_GROUP} query heads a kv head, head_dim {HEAD_DIMS}, pages of {PAGE}"
             )
-        cut = cut or Cut()
         self._heads = heads
-        self._warps = cut.warps
+        self._sms = sms
+        self._only_cut = cut
         self._max_rows = max_rows
-        self._wave = wave_items(heads.kv, sms, cut.blocks_per_sm)
-        capacity = max_rows + self._wave
+        cuts = CUTS if cut is None else (cut,)
+        capacity = max_rows + max(wave_items(heads.kv, sms, cut.blocks_per_sm) for cut in cuts)
         self._items = torch.zeros(capacity, ITEM_BYTES, dtype=torch.uint8, device=device)
         self._count = torch.zeros(1, dtype=torch.int32, device=device)
         self._partial_output = torch.empty(capacity, heads.query, heads.head_dim, dtype=torch.float32, device=device)
         self._partial_weight = torch.empty(capacity, heads.query, 2, dtype=torch.float32, device=device)
         self._arrivals = torch.zeros(max_rows, heads.kv, dtype=torch.int32, device=device)
-        parameters = (("HEAD_DIM", heads.head_dim), ("GROUP", group), ("WARPS", cut.warps))
-        self._plan = kernels.load(Kernel("decode_attention.cu", "plan_splits", parameters))
-        self._attend = kernels.load(Kernel("decode_attention.cu", "decode_attention", parameters))
+        shape = (("HEAD_DIM", heads.head_dim), ("GROUP", group))
+        self._plan = kernels.load(Kernel(SOURCE, "plan_splits", (*shape, ("WARPS", cuts[0].warps))))
+        self._attend = {
+            cut: kernels.load(Kernel(SOURCE, "decode_attention", (*shape, ("WARPS", cut.warps)))) for cut in cuts
+        }
 
     @property
     def workspace_bytes(self) -> int:
@@ -68,7 +82,8 @@ class DecodeAttention:
         At least one other launch must lie between this and the first layer's attention.
         """
         rows = self._check_rows(slots, positions)
-        scalars = (ctypes.c_int32(value) for value in (rows, self._wave, LEAST_PAGES))
+        _, wave = self._cut(rows)
+        scalars = (ctypes.c_int32(value) for value in (rows, wave, LEAST_PAGES))
         buffers = (address(tensor) for tensor in (slots, positions, self._items, self._count))
         self._plan((1, 1, 1), PLAN_THREADS, [*buffers, *scalars])
 
@@ -94,9 +109,10 @@ class DecodeAttention:
         require(kv, torch.bfloat16, (None, 2, PAGE, heads.kv, heads.head_dim), "kv")
         require(page_table, torch.int32, (None, None), "page_table")
         require(out, torch.bfloat16, (rows, heads.query, heads.head_dim), "out")
-        self._attend(
-            (rows + self._wave, heads.kv, 1),
-            32 * self._warps,
+        cut, wave = self._cut(rows)
+        self._attend[cut](
+            (rows + wave, heads.kv, 1),
+            32 * cut.warps,
             [
                 *(address(tensor) for tensor in (qkv, kv, slots, positions, page_table, self._items, self._count)),
                 *(address(tensor) for tensor in (out, self._partial_output, self._partial_weight, self._arrivals)),
@@ -105,6 +121,11 @@ class DecodeAttention:
                 ctypes.c_float(scale * 1.4426950408889634),
             ],
         )
+
+    def _cut(self, rows: int) -> tuple[Cut, int]:
+        """How a batch of so many rows is cut, and the items of one wave: both fixed by the bucket."""
+        cut = self._only_cut or choose_cut(rows, self._heads.kv, self._sms)
+        return cut, wave_items(self._heads.kv, self._sms, cut.blocks_per_sm)
 
     def _check_rows(self, slots: torch.Tensor, positions: torch.Tensor) -> int:
         rows = slots.shape[0]

@@ -165,15 +165,17 @@ struct Threshold {
   Upper upper;  // the candidates at or above it
 };
 
+__device__ inline u64 share_of(float part, u64 mass) {
+  return static_cast<u64>(static_cast<double>(part) * static_cast<double>(mass));
+}
+
 // What a threshold's upper set must hold.
 struct Wanted {
   u64 count;
   float share;  // of the mass `of`, or of the whole row's if that is 0
   u64 of;
 
-  __device__ Upper target(u64 whole) const {
-    return Upper{count, static_cast<u64>(static_cast<double>(share) * static_cast<double>(of == 0 ? whole : of))};
-  }
+  __device__ Upper target(u64 whole) const { return Upper{count, share_of(share, of == 0 ? whole : of)}; }
 };
 
 // The largest key whose upper set holds what is wanted.
@@ -208,4 +210,27 @@ __device__ __noinline__ Threshold find_threshold(Histogram& histogram, const flo
     (candidates.upper(middle).reaches(target) ? holds : fails) = middle;
   }
   return Threshold{holds, candidates.upper(holds)};
+}
+
+struct Filter {
+  int top_k;
+  float top_p, min_p;
+};
+
+// The key at or above which a row's candidates are kept, looking through the whole row.
+__device__ inline u32 find_lowest(const Filter& filter, const float* row, int vocabulary, float maximum) {
+  __shared__ Histogram histogram;
+  u32 lowest = key_of(maximum + logf(filter.min_p));  // of -inf if min_p is 0
+  u64 mass = 0;
+  if (filter.top_k > 0) {
+    const Wanted wanted{static_cast<u64>(min(filter.top_k, vocabulary)), 0.0f, 0};
+    const Threshold by_rank = find_threshold(histogram, row, vocabulary, maximum, wanted);
+    lowest = max(lowest, by_rank.key);
+    mass = by_rank.upper.mass;
+  }
+  if (filter.top_p < 1.0f) {
+    const Wanted wanted{0, filter.top_p, mass};
+    lowest = max(lowest, find_threshold(histogram, row, vocabulary, maximum, wanted).key);
+  }
+  return lowest;
 }

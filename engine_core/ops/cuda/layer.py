@@ -121,6 +121,7 @@ class RopeAndStore:
     ) -> None:
         """One layer's tokens. A token whose slot is -1 is left alone and writes nothing.
 
+        Only `qkv` may come from the launch just before this one; the other inputs must be older.
         qkv: bf16 [tokens, query + 2 kv heads, head_dim]; norms: the queries' and the keys' weights, bf16 [head_dim];
         rope: `rope_table`; positions, slots: int32 [tokens]; page_table: int32 [slots, width]; kv: bf16
         [pages, 2, page_size, kv heads, head_dim].

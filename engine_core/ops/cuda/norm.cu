@@ -20,6 +20,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     add_rms_norm(const u16* x, u16* residual, const u16* weight, u16* y, float epsilon) {
   constexpr int VECTORS = WIDTH / 8;
   constexpr int TURNS = (VECTORS + THREADS - 1) / THREADS;
+  Words weights[TURNS];
+#pragma unroll
+  for (int turn = 0; turn < TURNS; ++turn) {
+    weights[turn] = load_words(weight + min(8 * (turn * THREADS + static_cast<int>(threadIdx.x)), WIDTH - 8));
+  }
   wait_for_previous();
   allow_next();
   const u64 row = static_cast<u64>(blockIdx.x) * WIDTH;
@@ -49,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   for (int turn = 0; turn < TURNS; ++turn) {
     const int column = 8 * (turn * THREADS + threadIdx.x);
     if (column >= WIDTH) continue;
-    const Words by = load_words(weight + column);
+    const Words& by = weights[turn];
     Words result;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

@@ -1,7 +1,7 @@
 // Drawing tokens on the device: bias and suppression, penalties, temperature, top-k, top-p, min-p, and the draw.
 //
-// Three launches a step: edit_logits, score_logits (a block a piece of a row) and pick_token (a block a row). The draw is
-// Gumbel-max: the largest of x + noise, where the noise of a candidate is Philox4x32-10 of (seed; position, candidate)
+// Four launches a step: edit_logits, score_logits and list_likely (a block a piece of a row), pick_token (a block a row).
+// The draw is Gumbel-max: the largest of x + noise, where the noise of a candidate is Philox4x32-10 of (seed; position, candidate)
 // alone. So a draw depends on no other row, nor on the order of anything: sums that decide are in integers.
 //
 // What top-k and top-p keep are all candidates at or above a threshold, ties included: top-k the k-th largest value,
@@ -138,26 +138,116 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS)
 
 // ------------------------------ launch 3
 
-// The filtered row's draw.
-__device__ inline Best draw(const Row& row, const float* x, int vocabulary, float maximum, u32 position) {
-  __shared__ Histogram histogram;
-  u32 lowest = key_of(maximum + logf(row.min_p));  // of -inf if min_p is 0
-  u64 mass = 0;
-  if (row.top_k > 0) {
-    const Wanted wanted{static_cast<u64>(min(row.top_k, vocabulary)), 0.0f, 0};
-    const Threshold by_rank = find_threshold(histogram, x, vocabulary, maximum, wanted);
-    lowest = max(lowest, by_rank.key);
-    mass = by_rank.upper.mass;
-  }
-  if (row.top_p < 1.0f) {
-    const Wanted wanted{0, row.top_p, mass};
-    lowest = max(lowest, find_threshold(histogram, x, vocabulary, maximum, wanted).key);
-  }
+// The candidates of a filtered row within NEAR of the maximum, in any order, and the mass of all others.
+constexpr int MOST_LIKELY = PICK_THREADS;
+constexpr float NEAR = 8.0f;
+struct Likely {
+  u64 other_mass;
+  u32 count;  // more than MOST_LIKELY: the list is not complete
+  u32 unused;
+  float values[MOST_LIKELY];
+  int candidates[MOST_LIKELY];
+};
+
+// Fills the lists, which pick_token has left empty. grid as for score_logits.
+extern "C" __global__ void __launch_bounds__(SCORE_THREADS)
+    list_likely(const float* logits, const int* slots, const Row* rows, const float* best_scores, Likely* likely,
+                int vocabulary) {
+  __shared__ u64 other_mass;
+  wait_for_previous();
+  allow_next();
+  const int slot = slots[blockIdx.y];
+  if (slot < 0 || !is_filtered(rows[slot])) return;
+  if (threadIdx.x == 0) other_mass = 0;
   Best best;
-  for_each(x, vocabulary, [&](float value, int candidate) {
-    if (key_of(value) < lowest) return;
-    best.meet(value + noise_of(row.seed, position, candidate), candidate);
-  });
+  for (int i = threadIdx.x; i < gridDim.x; i += SCORE_THREADS) best.meet(best_scores[blockIdx.y * gridDim.x + i], i);
+  const float maximum = best_of_block<SCORE_THREADS>(best).score;
+  Likely& mine = likely[blockIdx.y];
+  const Quad* const x = reinterpret_cast<const Quad*>(logits + static_cast<u64>(blockIdx.y) * vocabulary);
+  u64 mass = 0;
+#pragma unroll
+  for (int turn = 0; turn < SCORE_EACH / 4; ++turn) {
+    const int quad = (blockIdx.x * (SCORE_EACH / 4) + turn) * SCORE_THREADS + threadIdx.x;
+    if (4 * quad >= vocabulary) continue;
+    const Quad values = x[quad];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float below = maximum - values.v[i];
+      if (!(below < NEAR)) {
+        mass += mass_of(below);
+        continue;
+      }
+      const u32 place = atomicAdd(&mine.count, 1u);
+      if (place >= MOST_LIKELY) continue;
+      mine.values[place] = values.v[i];
+      mine.candidates[place] = 4 * quad + i;
+    }
+  }
+  atomicAdd(&other_mass, mass);
+  __syncthreads();
+  if (threadIdx.x == 0) atomicAdd(&mine.other_mass, other_mass);
+}
+
+// ------------------------------ launch 4
+
+// The threshold among the listed candidates, one a thread; false if it may lie beyond the list.
+struct Listed {
+  u32 keys[MOST_LIKELY];
+  u64 masses[MOST_LIKELY];
+  u32 by_rank, by_mass;
+  u64 mass;
+};
+
+__device__ inline bool find_among_likely(Listed& listed, const Row& row, const Likely& likely, float maximum, u32& key) {
+  const int count = likely.count, i = threadIdx.x;
+  if (count > MOST_LIKELY || row.top_k > count || maximum + logf(row.min_p) <= maximum - NEAR) {
+    if (count > MOST_LIKELY || row.top_k > count || (row.top_k == 0 && row.top_p == 1.0f)) return false;
+  }
+  listed.keys[i] = i < count ? key_of(likely.values[i]) : 0;
+  listed.masses[i] = i < count ? mass_of(maximum - likely.values[i]) : 0;
+  if (i == 0) {
+    listed.by_rank = listed.by_mass = 0;
+    listed.mass = likely.other_mass;
+  }
+  __syncthreads();
+  Upper upper{0, 0};  // of this thread's candidate
+  u64 all = 0;
+  for (int j = 0; j < count; ++j) {
+    if (listed.keys[j] >= listed.keys[i]) upper.add(Upper{1, listed.masses[j]});
+    all += listed.masses[j];
+  }
+  if (i < count && row.top_k > 0 && upper.count >= row.top_k) atomicMax(&listed.by_rank, listed.keys[i]);
+  __syncthreads();
+  if (i == 0 && row.top_k == 0) listed.mass += all;
+  if (i < count && row.top_k > 0 && listed.keys[i] == listed.by_rank) listed.mass = upper.mass;
+  __syncthreads();
+  if (row.top_p < 1.0f) {
+    const u64 wanted = share_of(row.top_p, listed.mass);
+    if (i < count && upper.mass >= wanted) atomicMax(&listed.by_mass, listed.keys[i]);
+    __syncthreads();
+    if (listed.by_mass == 0) return false;
+  }
+  key = max(max(listed.by_rank, listed.by_mass), key_of(maximum + logf(row.min_p)));
+  return true;
+}
+
+// The filtered row's draw.
+__device__ inline Best draw(const Row& row, const float* x, const Likely& likely, int vocabulary, float maximum,
+                            u32 position) {
+  __shared__ Listed listed;
+  u32 key;
+  Best best;
+  if (find_among_likely(listed, row, likely, maximum, key)) {
+    const int i = threadIdx.x;
+    if (i < likely.count && listed.keys[i] >= key) {
+      best.meet(likely.values[i] + noise_of(row.seed, position, likely.candidates[i]), likely.candidates[i]);
+    }
+  } else {
+    key = find_lowest(Filter{row.top_k, row.top_p, row.min_p}, x, vocabulary, maximum);
+    for_each(x, vocabulary, [&](float value, int candidate) {
+      if (key_of(value) >= key) best.meet(value + noise_of(row.seed, position, candidate), candidate);
+    });
+  }
   return best_of_block<PICK_THREADS>(best);
 }
 
@@ -165,8 +255,8 @@ __device__ inline Best draw(const Row& row, const float* x, int vocabulary, floa
 //   tokens: int32 [rows], -1 where the logits hold NaN or infinity, or nothing can be drawn; last_token: int32 [slots]
 extern "C" __global__ void __launch_bounds__(PICK_THREADS)
     pick_token(const float* logits, const int* slots, const int* positions, const Row* rows, u32* seen,
-               const float* best_scores, const int* best_candidates, int* tokens, int* last_token, int pieces,
-               int vocabulary) {
+               const float* best_scores, const int* best_candidates, Likely* likely, int* tokens, int* last_token,
+               int pieces, int vocabulary) {
   wait_for_previous();
   allow_next();
   const int slot = slots[blockIdx.x];
@@ -183,10 +273,13 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS)
   best = best_of_block<PICK_THREADS>(best);
   bad |= best.score == MINUS_INFINITY;
   if (!bad && is_filtered(row)) {
-    best = draw(row, logits + static_cast<u64>(blockIdx.x) * vocabulary, vocabulary, best.score,
+    best = draw(row, logits + static_cast<u64>(blockIdx.x) * vocabulary, likely[blockIdx.x], vocabulary, best.score,
                 positions[blockIdx.x] + 1);
   }
+  __syncthreads();
   if (threadIdx.x != 0) return;
+  likely[blockIdx.x].count = 0;
+  likely[blockIdx.x].other_mass = 0;
   tokens[blockIdx.x] = bad ? -1 : best.candidate;
   if (bad) return;
   last_token[slot] = best.candidate;

@@ -1,4 +1,4 @@
-"""Sampling on the device: parameters in tables by slot, three launches a step, the token left where decode reads it.
+"""Sampling on the device: parameters in tables by slot, four launches a step, the token left where decode reads it.
 
 Owns the tables' layout and the launches; sampling.cu says what each parameter does. Logprobs are of the raw logits and
 must be taken before: the logits are changed in place.
@@ -22,6 +22,7 @@ PIECE = 2048
 SCORE_THREADS = 256
 PICK_THREADS = 512
 EDIT_THREADS = 128
+LIKELY_BYTES = 16 + 8 * PICK_THREADS
 MAX_SUPPRESSED = MAX_STOP_IDS + 128
 """Stop ids and eos ids."""
 MAX_EDITS = MAX_LOGIT_BIAS + MAX_SUPPRESSED
@@ -111,8 +112,10 @@ class Sampler:
         device = tables.rows.device
         self._best_scores = torch.empty(max_rows, self._pieces, dtype=torch.float32, device=device)
         self._best_candidates = torch.empty(max_rows, self._pieces, dtype=torch.int32, device=device)
+        self._likely = torch.zeros(max_rows, LIKELY_BYTES, dtype=torch.uint8, device=device)
         self._edit = kernels.load(Kernel(_SOURCE, "edit_logits"))
         self._score = kernels.load(Kernel(_SOURCE, "score_logits"))
+        self._list = kernels.load(Kernel(_SOURCE, "list_likely"))
         self._pick = kernels.load(Kernel(_SOURCE, "pick_token"))
         self._count = kernels.load(Kernel(_SOURCE, "count_seen"))
 
@@ -137,8 +140,11 @@ class Sampler:
         edits: list[Argument] = [address(tables.edits), ctypes.c_int32(MAX_EDITS)]
         written: list[Argument] = [address(tokens), address(tables.last_token)]
         self._edit((rows, 1, 1), EDIT_THREADS, [*row, *edits, vocabulary])
-        self._score((self._pieces, rows, 1), SCORE_THREADS, [*row, address(tables.seen), *best, vocabulary])
-        self._pick((rows, 1, 1), PICK_THREADS, [*row, address(tables.seen), *best, *written, pieces, vocabulary])
+        grid, seen, likely = (self._pieces, rows, 1), address(tables.seen), address(self._likely)
+        self._score(grid, SCORE_THREADS, [*row, seen, *best, vocabulary])
+        parameters = [address(logits), address(slots), address(tables.rows)]
+        self._list(grid, SCORE_THREADS, [*parameters, address(self._best_scores), likely, vocabulary])
+        self._pick((rows, 1, 1), PICK_THREADS, [*row, seen, *best, likely, *written, pieces, vocabulary])
 
     def count_seen(self, slot: int, ids: torch.Tensor, prompt_len: int) -> None:
         """Fill a penalized row's counts. ids: int32 [length], the prompt, then earlier output."""

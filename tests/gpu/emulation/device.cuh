@@ -181,6 +181,11 @@ inline u32 atomicOr(u32* place, u32 value) {
   *place |= value;
   return old;
 }
+inline u32 atomicMax(u32* place, u32 value) {
+  const u32 old = *place;
+  *place = max(old, value);
+  return old;
+}
 inline u32 atomicInc(u32* place, u32 limit) {
   const u32 old = *place;
   *place = old >= limit ? 0 : old + 1;
