@@ -142,7 +142,7 @@ class InFlight:
     def _batch_problem(self, result: StepResult) -> str | None:
         """A step without chunks of its own may report the batch of the prefill lane."""
         if not result.prefills:
-            return None
+            return self._silence_problem()
         if len(result.prefills) > 1 or self.batch is None or result.prefills[0].step != self.batch.step:
             steps = [prefill.step for prefill in result.prefills]
             in_flight = "none" if self.batch is None else f"that of step {self.batch.step}"
@@ -150,6 +150,12 @@ class InFlight:
         if self.batch.step > result.step:
             return f"the prefill of step {self.batch.step} was reported before its step was answered"
         return _prefill_problem(result.prefills[0], self.batch.chunks)
+
+    def _silence_problem(self) -> str | None:
+        """A plan that asks for the batch is answered without it only when another plan has followed."""
+        if self.batch is not None and len(self._flights) == 1 and self._flights[0].empty:
+            return f"it was asked for the prefill of step {self.batch.step}, which isn't in it"
+        return None
 
 
 def _chunks_problem(flight: Flight, result: StepResult) -> str | None:

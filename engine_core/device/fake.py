@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ import numpy.typing as npt
 
 from engine_core.config import WorkerConfig
 from engine_core.device.base import Batch, Device, Int32, LaneSizes, Sampled, page_budget
-from engine_core.device.driver import STREAM_NON_BLOCKING, Driver, Watch
+from engine_core.device.driver import Driver, Watch
 from engine_core.device.fake_driver import HOST, Clocks, FakeTable, RaceDetected
-from engine_core.device.green import DEFAULT_DECODE_SMS, SM_ALIGNMENT, split
-from engine_core.device.lanes import LaneStream
+from engine_core.device.green import SM_ALIGNMENT, GreenPartition
+from engine_core.device.streams import open_streams
 from engine_core.model_config import load_model_config
 from engine_core.step import Lane, LogprobBlock, PromptLogprobBlock, RowStart
 
@@ -176,12 +177,12 @@ def _certain(rows: npt.NDArray[np.uint32], tokens: Int32, tops: Int32) -> Logpro
 
 
 def open_device(config: WorkerConfig, watch: Watch, progress: Callable[[str, int, int], None]) -> Device:
-    """The fake device for a real model's shape: no weights are read, all work runs at once."""
+    """The fake device for a real model's shape on a simulated GPU: no weights are read, all work runs at once."""
     model = load_model_config(Path(config.model))
     pages, max_model_len = page_budget(config, model, item_bytes=4)
     table = FakeTable()
     driver = Driver(table, watch)
-    streams, sizes = _streams(driver, config)
+    streams, partition = open_streams(driver, config.decode_overlap, config.decode_sms, ExitStack())
     compute = FakeCompute(
         table,
         {lane: target.stream for lane, target in streams.items()},
@@ -202,17 +203,11 @@ def open_device(config: WorkerConfig, watch: Watch, progress: Callable[[str, int
         max_model_len=max_model_len,
         dtype="float32",
         name="fake",
-        lanes=sizes,
+        lanes=_lane_sizes(partition),
     )
 
 
-def _streams(driver: Driver, config: WorkerConfig) -> tuple[dict[Lane, LaneStream], LaneSizes]:
-    """The lanes of the overlap mode on a simulated GPU of 132 SMs."""
-    streams = {Lane.PRIMARY: LaneStream(driver.call("stream_create", STREAM_NON_BLOCKING, 0))}
-    if config.decode_overlap == "stream":
-        streams[Lane.PREFILL] = LaneStream(driver.call("stream_create", STREAM_NON_BLOCKING, 0))
-    if config.decode_overlap == "green":
-        partition = split(driver, config.decode_sms or DEFAULT_DECODE_SMS)
-        streams[Lane.PREFILL] = partition.prefill
-        return streams, LaneSizes(partition.decode_sms, partition.prefill_sms, SM_ALIGNMENT)
-    return streams, LaneSizes()
+def _lane_sizes(partition: GreenPartition | None) -> LaneSizes:
+    if partition is None:
+        return LaneSizes()
+    return LaneSizes(partition.decode_sms, partition.prefill_sms, SM_ALIGNMENT)

@@ -78,6 +78,8 @@ class _Op:
 class _Stream:
     thread: int
     green_ctx: Any | None
+    flags: int
+    priority: int
     clock: Ticks
     queue: deque[_Op] = field(default_factory=deque)
     enqueued: int = 0
@@ -87,6 +89,7 @@ class _Stream:
 
 @dataclass(slots=True)
 class _Event:
+    flags: int
     clock: Ticks | None = None
     """None until recorded."""
     stream: _Stream | None = None
@@ -183,12 +186,12 @@ class FakeTable:
         return self._answer("stream_priority_range", lambda: (Status.SUCCESS, 0, -5), 0, 0)
 
     def stream_create(self, flags: int, priority: int) -> tuple[int, Any]:
-        return self._answer("stream_create", lambda: (Status.SUCCESS, self._new_stream(None)), None)
+        return self._answer("stream_create", lambda: self._new_stream(None, flags, priority), None)
 
-    def _new_stream(self, green_ctx: Any | None) -> _Stream:
-        stream = _Stream(len(self.streams) + 1, green_ctx, np.zeros(MAX_THREADS, np.int64))
+    def _new_stream(self, green_ctx: Any | None, flags: int, priority: int) -> tuple[int, _Stream]:
+        stream = _Stream(len(self.streams) + 1, green_ctx, flags, priority, np.zeros(MAX_THREADS, np.int64))
         self.streams.append(stream)
-        return stream
+        return Status.SUCCESS, stream
 
     def stream_destroy(self, stream: _Stream) -> tuple[int]:
         def effect() -> tuple[int]:
@@ -216,7 +219,7 @@ class FakeTable:
             self._tick(stream)
             if event.clock is not None:
                 stream.clock = np.maximum(stream.clock, event.clock)
-            stream.queue.append(_Op(None, _Event(event.clock, event.stream, event.position)))
+            stream.queue.append(_Op(None, _Event(event.flags, event.clock, event.stream, event.position)))
             stream.enqueued += 1
             return (Status.SUCCESS,)
 
@@ -254,7 +257,7 @@ class FakeTable:
         return self._answer("green_ctx_destroy", effect)
 
     def green_ctx_stream_create(self, green_ctx: Any, flags: int, priority: int) -> tuple[int, Any]:
-        return self._answer("green_ctx_stream_create", lambda: (Status.SUCCESS, self._new_stream(green_ctx)), None)
+        return self._answer("green_ctx_stream_create", lambda: self._new_stream(green_ctx, flags, priority), None)
 
     def green_ctx_record_event(self, green_ctx: Any, event: _Event) -> tuple[int]:
         def effect() -> tuple[int]:
@@ -268,7 +271,7 @@ class FakeTable:
     def event_create(self, flags: int) -> tuple[int, Any]:
         def effect() -> tuple[int, Any]:
             self.live_events += 1
-            return Status.SUCCESS, _Event()
+            return Status.SUCCESS, _Event(flags)
 
         return self._answer("event_create", effect, None)
 

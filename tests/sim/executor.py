@@ -26,6 +26,8 @@ class SimExecutor:
         self._quiesced = [0] * len(ranks)
         self._token = 0
         self.plans: list[StepPlan] = []
+        self.lane_steps: set[int] = set()
+        """Steps that launched a prefill on its own lane."""
         self.tamper: Callable[[StepResult], StepResult] | None = None
 
     @property
@@ -35,9 +37,9 @@ class SimExecutor:
     def submit(self, plan: StepPlan) -> None:
         self._check_alive()
         self.plans.append(plan)
+        if plan.prefill_lane:
+            self.lane_steps.add(plan.step)
         for rank in self._ranks:
-            if plan.prefill_lane:
-                rank.lane_steps.add(plan.step)
             rank.core_channel.send(Plan(plan))
 
     def collect(self) -> list[StepResult]:

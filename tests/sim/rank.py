@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +18,10 @@ from engine_core.device.drop_queue import DropQueue
 from engine_core.device.fail_stop import Unbounded
 from engine_core.device.fake import FakeCompute
 from engine_core.device.fake_driver import FakeTable
-from engine_core.device.guard import LaunchGuard
+from engine_core.device.guard import LaunchGuard, Owned, WorkFailed
 from engine_core.device.lanes import Lanes, LaneStream
 from engine_core.executor.channel import FrameChannel
-from engine_core.step import Lane, RowStart, StepResult
+from engine_core.step import Lane, RowStart
 from engine_core.worker.inputs import RowTables
 from engine_core.worker.runner import Runner
 from engine_core.worker.worker import Worker
@@ -123,21 +124,20 @@ class ObservedCompute(FakeCompute):
         super().close()
 
 
-class ObservedRunner(Runner):
-    """Runner that notes every error that is reported while the work it is about is unproven."""
+class ObservedGuard(LaunchGuard):
+    """LaunchGuard that notes every error that leaves it while a stream still has work."""
 
     rank: Rank
 
-    def collect(self) -> list[StepResult]:
-        results = super().collect()
-        for result in results:
-            if result.error is not None and self.rank.lanes.proven(Lane.PRIMARY) < result.step:
-                self.rank.errors_unproven.append(result.error)
-            for prefill in result.prefills:
-                lane = Lane.PREFILL if prefill.step in self.rank.lane_steps else Lane.PRIMARY
-                if prefill.error is not None and self.rank.lanes.proven(lane) < prefill.step:
-                    self.rank.errors_unproven.append(prefill.error)
-        return results
+    @contextlib.contextmanager
+    def armed(self, *works: Owned) -> Iterator[None]:
+        try:
+            with super().armed(*works):
+                yield
+        except WorkFailed as failure:
+            if self.rank.busy:
+                self.rank.errors_unproven.append(str(failure))
+            raise
 
 
 class Wire:
@@ -166,8 +166,6 @@ class Rank:
         self.dead = False
         self.errors_unproven: list[str] = []
         self.freed_unproven: list[str] = []
-        self.lane_steps: set[int] = set()
-        """Steps that launched a prefill on its own lane."""
         script = RankScript(self, faults)
         self.table = FakeTable(script)
         self.streams, lane_streams = self._open_streams(overlap)
@@ -184,10 +182,12 @@ class Rank:
         self.compute.rank = self
         self.drops = DropQueue()
         self.lanes = Lanes(Driver(self.table, Unbounded()), lane_streams, self.abort)
-        self.runner = ObservedRunner(
+        guard = ObservedGuard(self.lanes, self.drops, self.abort, self.compute.is_fatal)
+        guard.rank = self
+        self.runner = Runner(
             compute=self.compute,
             lanes=self.lanes,
-            guard=LaunchGuard(self.lanes, self.drops, self.abort, self.compute.is_fatal),
+            guard=guard,
             drops=self.drops,
             tables=RowTables(
                 max_num_seqs=SLOTS, max_model_len=CONTEXT, page_size=PAGE, total_pages=pages, vocab_size=VOCAB
@@ -195,7 +195,6 @@ class Rank:
             async_depth=depth,
             now=lambda: 0.0,
         )
-        self.runner.rank = self
         channel = FrameChannel(Wire(to_core, to_worker))
         self.worker = Worker(channel, self.runner, Unbounded(), self.abort, wait_timeout=WAIT_TIMEOUT)
         script.serving = True

@@ -70,8 +70,7 @@ def lost_result(sim: Sim) -> None:
     """The prefill is complete, and its result comes back without its tokens."""
 
     def lose(result: StepResult) -> StepResult:
-        lane_steps = sim.ranks[0].lane_steps
-        if not any(prefill.step in lane_steps for prefill in result.prefills):
+        if not any(prefill.step in sim.executor.lane_steps for prefill in result.prefills):
             return result
         lost = [msgspec.structs.replace(prefill, tokens=b"") for prefill in result.prefills]
         return msgspec.structs.replace(result, prefills=lost)
