@@ -262,8 +262,8 @@ def check_sampling(cache: Path) -> Measured:
 
 def draws_differ(raw: torch.Tensor, sampling: RowSampling, position: int, drawn: int, what: str) -> bool:
     """Whether the draw isn't the reference's; raises unless both scores are about equal."""
-    key = torch.tensor([sampling.seed & 0xFFFFFFFF]), torch.tensor([sampling.seed >> 32])
-    noise = philox.noise_for_all(key, torch.tensor([position]), len(raw))[0].double()
+    seed, place = np.array([sampling.seed], np.uint64), np.array([position], np.uint64)
+    noise = philox.noise_for_all(seed, place, len(raw))[0].double()
     scores = reference.scores(raw, sampling, noise)
     best = int(scores.argmax())
     assert float(scores[best] - scores[drawn]) < 1e-4, f"{what}: drew {drawn}, the reference {best}"

@@ -15,8 +15,6 @@ from scripts.bench import make_shape
 from scripts.serving import TINY
 
 ROOT = Path(__file__).resolve().parents[2]
-DEFAULT_CHUNK = 2048
-"""Tokens of a prefill launch where a mode doesn't say."""
 FAKE_KV = "64GiB"
 """The fake device keeps eight bytes a token, whatever the model's pages would take."""
 
@@ -28,7 +26,8 @@ class Mode:
     label: str
     overlap: str
     decode_sms: int | None
-    chunk: int
+    chunk: int | None
+    """Tokens of a prefill launch; None: the product's default."""
 
 
 def parse_mode(label: str) -> Mode:
@@ -37,7 +36,7 @@ def parse_mode(label: str) -> Mode:
     if match is None:
         raise argparse.ArgumentTypeError(f"{label!r} is no mode: off-CHUNK, stream[-CHUNK] or green-SMS[-CHUNK]")
     name, sms, chunk = match.groups()
-    return Mode(label, name.partition("-")[0], int(sms) if sms else None, int(chunk) if chunk else DEFAULT_CHUNK)
+    return Mode(label, name.partition("-")[0], int(sms) if sms else None, int(chunk) if chunk else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +80,11 @@ def server_flags(options: Options, mode: Mode, *further: str) -> list[str]:
     flags = [
         f"--device={options.device}",
         f"--decode-overlap={mode.overlap}",
-        f"--max-num-batched-tokens={mode.chunk}",
         f"--max-model-len={options.context}",
         "--max-num-seqs=128",
     ]
+    if mode.chunk is not None:
+        flags.append(f"--max-num-batched-tokens={mode.chunk}")
     if mode.decode_sms is not None:
         flags.append(f"--decode-sms={mode.decode_sms}")
     if options.shape != "tiny":

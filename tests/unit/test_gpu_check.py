@@ -11,7 +11,7 @@ import pytest
 
 from scripts import gpu_check
 from scripts.gpu import itl, overlap
-from scripts.gpu.options import DEFAULT_CHUNK, Mode, Options, parse_mode, server_flags
+from scripts.gpu.options import Mode, Options, parse_mode, server_flags
 
 OPTIONS = Options(
     device="cuda",
@@ -29,8 +29,8 @@ OPTIONS = Options(
     ("label", "mode"),
     [
         ("off-256", Mode("off-256", "off", None, 256)),
-        ("stream", Mode("stream", "stream", None, DEFAULT_CHUNK)),
-        ("green-48", Mode("green-48", "green", 48, DEFAULT_CHUNK)),
+        ("stream", Mode("stream", "stream", None, None)),
+        ("green-48", Mode("green-48", "green", 48, None)),
         ("green-24-4096", Mode("green-24-4096", "green", 24, 4096)),
     ],
 )
@@ -39,7 +39,7 @@ def test_modes(label: str, mode: Mode) -> None:
     assert parse_mode(label) == mode
     flags = server_flags(OPTIONS, mode)
     assert f"--decode-overlap={mode.overlap}" in flags
-    assert f"--max-num-batched-tokens={mode.chunk}" in flags
+    assert (f"--max-num-batched-tokens={mode.chunk}" in flags) == (mode.chunk is not None)
     assert (f"--decode-sms={mode.decode_sms}" in flags) == (mode.decode_sms is not None)
 
 
