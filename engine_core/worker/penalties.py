@@ -1,65 +1,53 @@
-"""Which tokens a row has seen, for the penalties: counts on the device, updated without asking the host.
+"""The tokens that a row has seen, and what the penalties do to their logits.
 
-Owns memory for the rows that use a penalty, and for no others: five bytes a vocabulary entry and row.
+Owns the counts of rows that use a penalty. A step costs as much as the row has different tokens, whatever the size of
+the vocabulary.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 
-class TokenCounts:
-    """By slot: which ids occur in prompt or output, and how often in the output."""
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """Of one row; 1, 0 and 0 change nothing."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._seen = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
-        self._counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
-        self._line: dict[int, int] = {}
-        """Slot to line of the two tables."""
-        self._free: list[int] = []
+    repetition: float
+    presence: float
+    frequency: float
 
-    def start(self, slot: int, prompt: Tensor, output: Tensor) -> None:
-        """Count a row's ids (int64) from nothing."""
-        if slot not in self._line:
-            if not self._free:
-                self._grow()
-            self._line[slot] = self._free.pop()
-        line = self._line[slot]
-        self._seen[line] = False
-        self._seen[line, prompt] = True
-        self._seen[line, output] = True
-        self._counts[line] = 0
-        self._counts[line].index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
 
-    def drop(self, slot: int) -> None:
-        """The slot's row uses no penalty (any more)."""
-        line = self._line.pop(slot, None)
-        if line is not None:
-            self._free.append(line)
+class SeenTokens:
+    """The different tokens of a row's prompt and output, each with its number of occurrences in the output."""
 
-    def _grow(self) -> None:
-        """Double the tables."""
-        old = len(self._seen)
-        new = max(4, 2 * old)
-        self._seen = torch.cat((self._seen, self._seen.new_zeros((new - old, self._seen.shape[1]))))
-        self._counts = torch.cat((self._counts, self._counts.new_zeros((new - old, self._counts.shape[1]))))
-        self._free.extend(reversed(range(old, new)))
+    def __init__(self, prompt: npt.NDArray[np.int32], output: npt.NDArray[np.int32], penalties: Penalties) -> None:
+        known = np.unique(np.concatenate((prompt, output)))
+        self._ids = known.astype(np.int64)
+        self._counts = np.zeros(len(known), np.float32)
+        np.add.at(self._counts, np.searchsorted(known, output), 1)
+        self._place = {int(token): place for place, token in enumerate(known)}
+        self._penalties = penalties
 
-    def lines(self, slots: list[int]) -> Tensor:
-        """The lines of these slots' rows, all of which were started."""
-        return torch.tensor([self._line[slot] for slot in slots], device=self._seen.device)
+    def add(self, token: int) -> None:
+        """The row has drawn this token."""
+        place = self._place.setdefault(token, len(self._place))
+        if place == len(self._ids):
+            self._ids = np.concatenate((self._ids, np.full(place + 1, token)))
+            self._counts = np.concatenate((self._counts, np.zeros(place + 1, np.float32)))
+        self._ids[place] = token
+        self._counts[place] += 1
 
-    def add(self, lines: Tensor, tokens: Tensor) -> None:
-        """Each row has drawn one more token (int64)."""
-        self._seen[lines, tokens] = True
-        self._counts[lines, tokens] += 1
-
-    def penalize(
-        self, logits: Tensor, lines: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
-    ) -> Tensor:
-        """Logits [R, V] under each row's penalties [R]: repetition first, then presence and frequency."""
-        repeated = torch.where(logits > 0, logits / repetition[:, None], logits * repetition[:, None])
-        logits = torch.where(self._seen[lines], repeated, logits)
-        counts = self._counts[lines]
-        return logits - frequency[:, None] * counts - presence[:, None] * (counts > 0)
+    def penalize(self, logits: Tensor) -> None:
+        """Change a row's logits [V] in place: repetition first, then presence and frequency."""
+        size = len(self._place)
+        ids = torch.from_numpy(self._ids[:size]).to(logits.device)
+        counts = torch.from_numpy(self._counts[:size]).to(logits.device)
+        known = logits[ids]
+        known = torch.where(known > 0, known / self._penalties.repetition, known * self._penalties.repetition)
+        logits[ids] = known - self._penalties.frequency * counts - self._penalties.presence * (counts > 0)

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from engine_core.ops.filters import Filters, cutoff
-from engine_core.ops.philox import MASK, PRUNE, noise_for, noise_for_all
+from engine_core.ops.philox import PRUNE, Words, noise_for, noise_for_all
 from engine_core.step import LogprobBlock, PromptLogprobBlock, RowSampling
 from engine_core.worker.logprobs import Described, describe, describe_prompt
-from engine_core.worker.penalties import TokenCounts
+from engine_core.worker.penalties import Penalties, SeenTokens
 
 if TYPE_CHECKING:
     from engine_core.device.base import PromptRows
@@ -66,17 +66,14 @@ class Sampler:
         self._top_p = np.ones(slots, np.float32)
         self._min_p = np.zeros(slots, np.float32)
         self._seed = np.zeros(slots, np.uint64)
-        self._repetition = np.ones(slots, np.float32)
-        self._presence = np.zeros(slots, np.float32)
-        self._frequency = np.zeros(slots, np.float32)
-        self._penalized = np.zeros(slots, np.bool_)
         self._min_tokens = np.zeros(slots, np.int64)
         self._logprobs = np.full(slots, -1, np.int64)
         self._changed = np.zeros(slots, np.bool_)
         """The row's logits are changed before the temperature: suppressed ids, bias or penalties."""
         self._bias: dict[int, tuple[Tensor, Tensor]] = {}
         self._suppress: dict[int, Tensor] = {}
-        self._counts = TokenCounts(vocab_size, device)
+        self._seen: dict[int, SeenTokens] = {}
+        """Of the rows that use a penalty."""
 
     def set_row(self, slot: int, sampling: RowSampling, prompt_len: int, ids: Int32) -> None:
         """A row starts in `slot`; `ids` are all known so far, those from `prompt_len` on being earlier output."""
@@ -86,21 +83,11 @@ class Sampler:
         self._top_p[slot] = sampling.top_p
         self._min_p[slot] = sampling.min_p
         self._seed[slot] = sampling.seed
-        self._repetition[slot] = max(sampling.repetition_penalty, SMALLEST_DIVISOR)
-        self._presence[slot] = sampling.presence_penalty
-        self._frequency[slot] = sampling.frequency_penalty
         self._logprobs[slot] = sampling.logprobs
         self._set_bias(slot, sampling.logit_bias)
         self._set_suppressed(slot, sampling.suppress, sampling.min_tokens)
-        self._penalized[slot] = (
-            sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
-        )
-        if self._penalized[slot]:
-            known = torch.from_numpy(ids.astype(np.int64)).to(self._device)
-            self._counts.start(slot, known[:prompt_len], known[prompt_len:])
-        else:
-            self._counts.drop(slot)
-        self._changed[slot] = self._penalized[slot] or slot in self._bias or slot in self._suppress
+        self._set_penalties(slot, sampling, ids[:prompt_len], ids[prompt_len:])
+        self._changed[slot] = slot in self._seen or slot in self._bias or slot in self._suppress
 
     def _set_bias(self, slot: int, bias: dict[int, float]) -> None:
         self._bias.pop(slot, None)
@@ -114,6 +101,14 @@ class Sampler:
         if suppress and min_tokens > 0:
             ids = np.frombuffer(suppress, "<i4").astype(np.int64)
             self._suppress[slot] = torch.from_numpy(ids).to(self._device)
+
+    def _set_penalties(self, slot: int, sampling: RowSampling, prompt: Int32, output: Int32) -> None:
+        self._seen.pop(slot, None)
+        penalties = Penalties(
+            max(sampling.repetition_penalty, SMALLEST_DIVISOR), sampling.presence_penalty, sampling.frequency_penalty
+        )
+        if penalties != Penalties(1.0, 0.0, 0.0):
+            self._seen[slot] = SeenTokens(prompt, output, penalties)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, slots: Int32, positions: Int32) -> Sampled:
@@ -133,7 +128,9 @@ class Sampler:
         if len(random):
             rows = self._index(random)
             tokens[rows] = self._draw(final[rows], slots[random], positions[random])
-        self._count(tokens, slots)
+        for row in changed.tolist():
+            if seen := self._seen.get(int(slots[row])):
+                seen.add(int(tokens[row]))
         return Sampled(tokens.int(), self._describe(logits, tokens, slots))
 
     def prompt_logprobs(self, model: Head, hidden: Tensor, rows: PromptRows) -> PromptLogprobBlock:
@@ -175,23 +172,9 @@ class Sampler:
             if slot in self._bias:
                 ids, bias = self._bias[slot]
                 final[row, ids] += bias
-        penalized = np.flatnonzero(self._penalized[slots])
-        if len(penalized):
-            owners = slots[penalized]
-            index = self._index(penalized)
-            final[index] = self._counts.penalize(
-                final[index],
-                self._counts.lines(owners.tolist()),
-                self._column(self._repetition[owners]),
-                self._column(self._presence[owners]),
-                self._column(self._frequency[owners]),
-            )
+            if slot in self._seen:
+                self._seen[slot].penalize(final[row])
         return final
-
-    def _count(self, tokens: Tensor, slots: Int32) -> None:
-        penalized = np.flatnonzero(self._penalized[slots])
-        if len(penalized):
-            self._counts.add(self._counts.lines(slots[penalized].tolist()), tokens[self._index(penalized)])
 
     # ------------------------------ drawing
 
@@ -201,53 +184,48 @@ class Sampler:
         # Shifting first keeps tiny temperatures from overflowing; the floor serves a row in which all is suppressed.
         largest = logits.amax(dim=1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)
         scaled = (logits - largest) / temperature[:, None]
-        keys = self._keys(slots)
-        at = self._index(positions)
+        seeds, at = self._seed[slots], positions.astype(np.uint64)
         tokens = torch.empty(len(slots), dtype=torch.int64, device=self._device)
         narrow = (self._top_k[slots] > 0) | (self._top_p[slots] < 1)
         for rows, draw in ((np.flatnonzero(narrow), self._draw_narrow), (np.flatnonzero(~narrow), self._draw_wide)):
             if len(rows):
                 index = self._index(rows)
                 filters = self._filters(slots[rows])
-                tokens[index] = draw(scaled[index], filters, (keys[0][index], keys[1][index]), at[index])
+                tokens[index] = draw(scaled[index], filters, seeds[rows], at[rows])
         return tokens
-
-    def _keys(self, slots: Int32) -> tuple[Tensor, Tensor]:
-        seeds = self._seed[slots]
-        return self._index(seeds & np.uint64(MASK)), self._index(seeds >> np.uint64(32))
 
     def _filters(self, slots: Int32) -> Filters:
         return Filters(
             self._index(self._top_k[slots]), self._column(self._top_p[slots]), self._column(self._min_p[slots])
         )
 
-    def _draw_narrow(self, scaled: Tensor, filters: Filters, keys: tuple[Tensor, Tensor], at: Tensor) -> Tensor:
+    def _draw_narrow(self, scaled: Tensor, filters: Filters, seeds: Words, at: Words) -> Tensor:
         """Rows with top_k or top_p: their largest candidates first, the whole row only where these don't settle it."""
         # By way of softmax, which sums a row in one order whatever the batch (a plain sum doesn't).
         total = scaled.softmax(dim=1).amax(dim=1).reciprocal()
         values, ids = scaled.topk(min(CANDIDATES, scaled.shape[1]), dim=1)
         limit = cutoff(values, filters, total)
-        tokens = _pick(values, ids, limit, keys, at, self._vocab_size)
+        tokens = _pick(values, ids, limit, seeds, at)
         if values.shape[1] < scaled.shape[1]:
             open_rows = torch.nonzero(values[:, -1] >= limit.clamp(min=-PRUNE))[:, 0]
             if len(open_rows):
-                part = (keys[0][open_rows], keys[1][open_rows])
+                rows = open_rows.cpu().numpy()
                 values, ids = scaled[open_rows].sort(dim=1, descending=True)
                 limit = cutoff(values, filters.rows(open_rows), total[open_rows])
-                tokens[open_rows] = _pick(values, ids, limit, part, at[open_rows], self._vocab_size)
+                tokens[open_rows] = _pick(values, ids, limit, seeds[rows], at[rows])
         return tokens
 
-    def _draw_wide(self, scaled: Tensor, filters: Filters, keys: tuple[Tensor, Tensor], at: Tensor) -> Tensor:
+    def _draw_wide(self, scaled: Tensor, filters: Filters, seeds: Words, at: Words) -> Tensor:
         """Rows that min_p alone may filter: the limit is known without sorting."""
         limit = filters.min_p.log().clamp_(min=-PRUNE)[:, None]
         kept = scaled >= limit
         if int(kept.sum()) * 4 < kept.numel():
             rows, ids = torch.nonzero(kept, as_tuple=True)
             scores = torch.full_like(scaled, -torch.inf)
-            scores[rows, ids] = scaled[rows, ids] + noise_for((keys[0][rows], keys[1][rows]), at[rows], ids)
+            scores[rows, ids] = scaled[rows, ids] + _noise(rows, ids, seeds, at)
         else:
-            noisy = scaled + noise_for_all(keys, at, scaled.shape[1])
-            scores = torch.where(kept, noisy, -torch.inf)
+            noise = noise_for_all(seeds, at, scaled.shape[1]).to(self._device)
+            scores = torch.where(kept, scaled + noise, -torch.inf)
         return scores.argmax(dim=1)
 
     # ------------------------------ logprobs
@@ -263,17 +241,20 @@ class Sampler:
         return _block(rows, counts, described)
 
 
-def _pick(
-    values: Tensor, ids: Tensor, limit: Tensor, keys: tuple[Tensor, Tensor], at: Tensor, vocab_size: int
-) -> Tensor:
+def _noise(rows: Tensor, ids: Tensor, seeds: Words, at: Words) -> Tensor:
+    """Noise [N] of candidates `ids` [N] of `rows` [N]."""
+    owners = rows.cpu().numpy()
+    return noise_for(seeds[owners], at[owners], ids.cpu().numpy().astype(np.uint64)).to(rows.device)
+
+
+def _pick(values: Tensor, ids: Tensor, limit: Tensor, seeds: Words, at: Words) -> Tensor:
     """The candidate [R] of largest noisy logit among those [R, K] at or above the limit; of equals the lowest id."""
     kept = values >= limit.clamp(min=-PRUNE)[:, None]
     rows, columns = torch.nonzero(kept, as_tuple=True)
     scores = torch.full_like(values, -torch.inf)
-    noise = noise_for((keys[0][rows], keys[1][rows]), at[rows], ids[rows, columns])
-    scores[rows, columns] = values[rows, columns] + noise
+    scores[rows, columns] = values[rows, columns] + _noise(rows, ids[rows, columns], seeds, at)
     best = scores == scores.amax(dim=1, keepdim=True)
-    return torch.where(best, ids, vocab_size).amin(dim=1)
+    return torch.where(best, ids, torch.iinfo(torch.int64).max).amin(dim=1)
 
 
 def _block(rows: npt.NDArray[np.intp], counts: npt.NDArray[np.int64], described: Described) -> LogprobBlock:

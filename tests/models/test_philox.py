@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine_core.ops import reference
-from engine_core.ops.philox import LARGEST_NOISE, MASK, SMALLEST_NOISE, gumbel, noise_for, noise_for_all, philox_words
+from engine_core.ops import philox, reference
+from engine_core.ops.philox import LARGEST_NOISE, SMALLEST_NOISE, Words, gumbel, noise_for, noise_for_all, philox_words
 
 ALL = 0xFFFFFFFF
 KNOWN_ANSWERS = [
@@ -32,34 +32,39 @@ def test_published_vectors(
     assert reference.philox4x32(key, counter) == expected
 
 
-def column(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64)
+def words(*values: int) -> Words:
+    return np.array(values, np.uint64)
 
 
-def test_tensor_version_equals_the_definition() -> None:
-    """Red when a 64-bit product loses bits, or key or counter words change places."""
+def test_vector_version_equals_the_definition() -> None:
+    """Red when a product loses bits, or key or counter words change places."""
     rng = np.random.default_rng(0)
-    for _ in range(50):
-        low, high, block, position = (int(x) for x in rng.integers(0, 2**32, 4))
-        words = philox_words((column(low), column(high)), (column(block), column(position)))
-        assert tuple(words[0].tolist()) == reference.philox4x32((low, high), (block, 0, position, 0))
+    seeds, counters, positions = (rng.integers(0, 2**bits, 50, dtype=np.uint64) for bits in (64, 32, 32))
+    found = philox_words(seeds, counters, positions)
+    for i in range(50):
+        seed, counter, position = int(seeds[i]), int(counters[i]), int(positions[i])
+        expected = reference.philox4x32((seed & ALL, seed >> 32), (counter, 0, position, 0))
+        assert tuple(found[:, i].tolist()) == expected
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**63, 2**64 - 1])
-def test_noise_of_candidates(seed: int) -> None:
+def test_noise_of_candidates(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Red when a candidate's noise depends on anything but seed, position and the candidate."""
-    keys = (column(seed & MASK, 5), column(seed >> 32, 6))
-    whole = noise_for_all(keys, column(17, 3), 43)
+    monkeypatch.setattr(philox, "BLOCK", 4)
+    whole = noise_for_all(words(seed, 5), words(17, 3), 43)
     assert whole.shape == (2, 43)
-    for candidate in (0, 1, 2, 3, 4, 41, 42):
-        alone = noise_for((column(seed & MASK), column(seed >> 32)), column(17), column(candidate))
-        assert alone.item() == whole[0, candidate].item()
-        assert math.isclose(alone.item(), reference.candidate_noise(seed, 17, candidate), rel_tol=1e-5, abs_tol=1e-5)
+    candidates = [42, 0, 1, 2, 3, 4, 41]
+    count = len(candidates)
+    some = noise_for(words(*[seed] * count), words(*[17] * count), words(*candidates))
+    assert torch.equal(some, whole[0, candidates])
+    for candidate in candidates:
+        expected = reference.candidate_noise(seed, 17, candidate)
+        assert math.isclose(whole[0, candidate].item(), expected, rel_tol=1e-5, abs_tol=1e-5)
 
 
 def test_noise_is_bounded() -> None:
     """Red when the bounds by which hopeless candidates are dropped don't hold: draws would no longer be exact."""
-    ends = gumbel(column(0, 1, 2**31, ALL - 1, ALL))
+    ends = gumbel(words(0, 1, 2**31, ALL - 1, ALL))
     assert bool(ends.isfinite().all())
     assert ends[0].item() == ends.max().item() <= LARGEST_NOISE
     assert ends[-1].item() == ends.min().item() >= SMALLEST_NOISE
@@ -67,7 +72,7 @@ def test_noise_is_bounded() -> None:
 
 def test_noise_is_gumbel_distributed() -> None:
     """Red when the transform isn't the Gumbel quantile (a sign, a swapped log)."""
-    sample = np.sort(noise_for_all((column(9), column(0)), column(1), 40_000)[0].numpy())
+    sample = np.sort(noise_for_all(words(9), words(1), 40_000)[0].numpy())
     expected = np.exp(-np.exp(-sample))
     observed = (np.arange(len(sample)) + 0.5) / len(sample)
     assert np.abs(expected - observed).max() < 1.63 / math.sqrt(len(sample))
