@@ -1,0 +1,129 @@
+"""Which streams the lanes run on, and what is enqueued on them in which order: rules L2 to L6, E1."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+
+from engine_core.device.base import Batch
+from engine_core.device.driver import EVENT_FLAGS, STREAM_NON_BLOCKING, Driver
+from engine_core.device.fail_stop import Unbounded
+from engine_core.device.fake_driver import FakeTable
+from engine_core.device.streams import open_streams
+from engine_core.errors import ConfigError, ProtocolViolation
+from engine_core.step import Lane, PrefillChunk
+from tests.device.rig import RunnerRig, Script, plan, row
+
+IDS = [5, 6, 7, 8, 9, 10]
+
+
+def test_l3_l4_the_primary_stream_is_one_of_its_own_and_of_the_highest_priority() -> None:
+    """L3, L4: red when the primary lane runs on the default stream, synchronizes with it, or loses its priority."""
+    for overlap in ("off", "stream", "green"):
+        table = FakeTable()
+        streams, _ = open_streams(Driver(table, Unbounded()), overlap, 64, ExitStack())
+        primary = streams[Lane.PRIMARY]
+        assert primary.stream in table.streams
+        assert primary.green_ctx is None
+        assert (primary.stream.flags, primary.stream.priority) == (STREAM_NON_BLOCKING, -5)
+        assert set(streams) == ({Lane.PRIMARY} if overlap == "off" else set(Lane))
+
+
+def test_l3_a_prefill_that_shares_the_sms_has_the_lowest_priority() -> None:
+    """L3: red when a prefill on a second stream competes with decode on equal terms."""
+    table = FakeTable()
+    streams, partition = open_streams(Driver(table, Unbounded()), "stream", None, ExitStack())
+    assert partition is None
+    assert streams[Lane.PREFILL].stream.priority == 0
+    assert streams[Lane.PREFILL].stream.flags == STREAM_NON_BLOCKING
+
+
+def test_l1_green_lanes_keep_their_context_and_give_everything_back() -> None:
+    """L1, E2: red when the prefill lane forgets its Green Context, or a context goes before its stream."""
+    table = FakeTable()
+    with ExitStack() as created:
+        streams, partition = open_streams(Driver(table, Unbounded()), "green", 64, created)
+        assert partition is not None
+        assert streams[Lane.PREFILL].green_ctx is streams[Lane.PREFILL].stream.green_ctx is not None
+        assert partition.decode.green_ctx is not streams[Lane.PREFILL].green_ctx
+    assert not any(stream.alive for stream in table.streams)
+    assert table.calls[-5:-1] == ["stream_destroy", "stream_destroy", "green_ctx_destroy", "green_ctx_destroy"]
+
+
+def test_l1_no_decode_sms_is_refused_like_any_other_impossible_split() -> None:
+    """L1: red when 0 counts as unset and becomes the default in silence."""
+    with pytest.raises(ConfigError, match="--decode-sms 0: use 8"):
+        open_streams(Driver(FakeTable(), Unbounded()), "green", 0, ExitStack())
+
+
+def decoding(rig: RunnerRig) -> None:
+    rig.runner.launch(plan(1, starts=[row(0, [1, 2], [0, 1, 2])], chunks=[PrefillChunk(0, 0, 2, True)]))
+    rig.table.run_all()
+    rig.runner.collect()
+
+
+def watch_forwards(rig: RunnerRig, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Lane, bool]]:
+    """(step, lane, beside a prefill) of every forward from now on."""
+    seen: list[tuple[int, Lane, bool]] = []
+    forward = rig.compute.forward
+
+    def note(batch: Batch, ring: int) -> None:
+        seen.append((batch.step, batch.lane, batch.beside_prefill))
+        forward(batch, ring)
+
+    monkeypatch.setattr(rig.compute, "forward", note)
+    return seen
+
+
+def test_l2_decode_keeps_to_its_partition_for_as_long_as_a_prefill_is_in_flight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """L2: red when only the launching step, or a step after the join, runs beside the prefill."""
+    rig = RunnerRig(Script(eager=False))
+    decoding(rig)
+    seen = watch_forwards(rig, monkeypatch)
+    chunk = PrefillChunk(1, 0, 6, True)
+    rig.runner.launch(plan(2, starts=[row(1, IDS, [4, 5])], decode=[0], chunks=[chunk], lane=True))
+    rig.runner.launch(plan(3, decode=[0]))
+    rig.table.run_all()
+    rig.runner.collect()
+    rig.runner.launch(plan(4, decode=[0]))
+    beside = {step: flag for step, lane, flag in seen if lane is Lane.PRIMARY}
+    assert beside == {2: True, 3: True, 4: False}
+
+
+def test_l5_a_prefill_is_enqueued_behind_its_step_s_decode_and_without_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """L5: red when decode is enqueued only after the prefill, or a launch blocks or queries an event."""
+    rig = RunnerRig(Script(eager=False))
+    decoding(rig)
+    seen = watch_forwards(rig, monkeypatch)
+    before = len(rig.table.calls)
+    chunk = PrefillChunk(1, 0, 6, True)
+    rig.runner.launch(plan(2, starts=[row(1, IDS, [4, 5])], decode=[0], chunks=[chunk], lane=True))
+    assert [(step, lane) for step, lane, _ in seen] == [(2, Lane.PRIMARY), (2, Lane.PREFILL)]
+    order = ["event_create", "event_record", "stream_wait_event", "event_create", "event_record"]
+    assert rig.table.calls[before:] == [*order, "event_create", "green_ctx_record_event"]
+
+
+def test_l6_a_second_prefill_is_refused_while_one_is_in_flight() -> None:
+    """L6: red when the worker takes a second batch: the first one's ring slot and completion would be lost."""
+    rig = RunnerRig(Script(eager=False))
+    decoding(rig)
+    chunk = PrefillChunk(1, 0, 6, True)
+    rig.runner.launch(plan(2, starts=[row(1, IDS, [4, 5])], decode=[0], chunks=[chunk], lane=True))
+    with pytest.raises(ProtocolViolation, match="launches a prefill while that of step 2 is in flight"):
+        rig.runner.launch(plan(3, starts=[row(2, [7], [6])], chunks=[PrefillChunk(2, 0, 1, True)], lane=True))
+
+
+def test_e1_every_completion_is_created_to_sleep_and_without_timing() -> None:
+    """E1: red when a completion's event would spin its waiter, or carries timing."""
+    rig = RunnerRig(Script(eager=False))
+    decoding(rig)
+    chunk = PrefillChunk(1, 0, 6, True)
+    rig.runner.launch(plan(2, starts=[row(1, IDS, [4, 5])], decode=[0], chunks=[chunk], lane=True))
+    events = [completion.event for completion in rig.runner.pending()]
+    assert [event.flags for event in events] == [EVENT_FLAGS, EVENT_FLAGS]
+    assert EVENT_FLAGS == 0x1 | 0x2
