@@ -126,7 +126,7 @@ def engine(arguments: list[str]) -> int:
         return 0
     from engine_core.main import run
 
-    return run(config, folder, model, options.ready_fd)
+    return run(config, folder, model, options.ready_fd, options.alive_fd)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -155,6 +155,7 @@ def parser() -> argparse.ArgumentParser:
             )
     out.add_argument("--check-flags", action="store_true", help="check flags and model configuration, start nothing")
     out.add_argument("--ready-fd", type=int, help="descriptor that gets one JSON line once the engine serves")
+    out.add_argument("--alive-fd", type=int, help="descriptor that gets a byte a second while the process is alive")
     out.add_argument("--parent-pid", type=int, help="process without which the engine core must not live")
     return out
 

@@ -49,16 +49,22 @@ EXIT_STOPPED, EXIT_FAILED = 0, 1
 SETTLE_S = 1.0
 """How long clients may take to acknowledge their last words before the process ends."""
 CLOSE_GRACE_S = 0.3
+BEAT_S = 1.0
 
 
-def run(config: EngineConfig, folder: Path, model: ModelConfig, ready_fd: int | None) -> int:
-    """Serve until stopped; the exit status. `folder` holds the model; `ready_fd` gets one JSON line once serving."""
+def run(
+    config: EngineConfig, folder: Path, model: ModelConfig, ready_fd: int | None, alive_fd: int | None = None
+) -> int:
+    """Serve until stopped; the exit status.
+
+    `folder` holds the model; `ready_fd` gets one JSON line once serving, `alive_fd` a byte a second all the time.
+    """
     set_title("gl-engine")
     configure(config.log_level)
     with private_folder() as sockets, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         process = EngineProcess(config, folder, model, sockets, ready_fd)
         try:
-            return runner.run(process.serve())
+            return runner.run(process.serve(alive_fd))
         except ConfigError as error:
             return refuse(str(error))
 
@@ -79,7 +85,7 @@ class EngineProcess:
         self._signals = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def serve(self) -> int:
+    async def serve(self, alive_fd: int | None = None) -> int:
         """Bind, start the engine thread, serve until it ends; the exit status. Raises ConfigError."""
         self._loop = asyncio.get_running_loop()
         self._outcome: asyncio.Future[BaseException | None] = self._loop.create_future()
@@ -96,6 +102,8 @@ class EngineProcess:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._loop.add_signal_handler(number, self._signalled)
         self._spawn(self._service.tick())
+        if alive_fd is not None:
+            self._spawn(show_life(alive_fd))
         self._host.begin()
         error = await self._outcome
         try:
@@ -302,6 +310,16 @@ def ready_info(base: pb.GetInfoResponse, config: EngineConfig, limits: ModelLimi
     info.lanes.sm_alignment = ready.sm_alignment
     info.limits.max_model_len = limits.max_model_len
     return info
+
+
+async def show_life(alive_fd: int) -> None:
+    """A byte a second for as long as this loop turns; whoever started this process kills it after a long silence."""
+    os.set_blocking(alive_fd, False)
+    with contextlib.suppress(BrokenPipeError):  # nobody listens any more
+        while True:
+            with contextlib.suppress(BlockingIOError):  # nobody listens at the moment
+                os.write(alive_fd, b".")
+            await asyncio.sleep(BEAT_S)
 
 
 def announce(ready_fd: int, address: str, info: pb.GetInfoResponse) -> None:

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     from frontend.process import run
 
     configure(config.log_level)
-    return run(config, options.ready_fd)
+    return run(config, options.ready_fd, options.alive_fd)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -85,6 +85,7 @@ def parser() -> argparse.ArgumentParser:
     add("log_level", str, ", ".join(LOG_LEVELS))
     out.add_argument("--check-flags", action="store_true", help="check the flags, start nothing")
     out.add_argument("--ready-fd", type=int, help="descriptor that gets one JSON line once requests are served")
+    out.add_argument("--alive-fd", type=int, help="descriptor that gets a byte a second while the process is alive")
     out.add_argument("--parent-pid", type=int, help="process without which the frontend must not live")
     return out
 

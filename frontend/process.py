@@ -37,21 +37,43 @@ from frontend.tokenizer import Tokenizer, resolve
 logger = logging.getLogger(__name__)
 
 DRAIN_S = 30.0
+BEAT_S = 1.0
 LAST_WORDS_S = 1.0
 """How long requests that were cut off may take to tell their clients."""
 
 
-def run(config: FrontendConfig, ready_fd: int | None) -> int:
+def run(config: FrontendConfig, ready_fd: int | None, alive_fd: int | None = None) -> int:
     """Serve until a signal; the exit status: 0 stopped, 1 a server failed, 2 settings that can't be served."""
     try:
         folder = resolve(config.model)
         tokenizer = Tokenizer.load(folder)
         template = _template(str(folder), tokenizer)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(config, tokenizer, template, ready_fd))
+            return runner.run(_live(_serve(config, tokenizer, template, ready_fd), alive_fd))
     except ConfigError as error:
         os.write(2, f"error: {error}\n".encode())
         return 2
+
+
+async def _live(serving: Awaitable[int], alive_fd: int | None) -> int:
+    """Serve, with a sign of life beside where one is wanted."""
+    if alive_fd is None:
+        return await serving
+    life = asyncio.create_task(show_life(alive_fd))
+    try:
+        return await serving
+    finally:
+        life.cancel()
+
+
+async def show_life(alive_fd: int) -> None:
+    """A byte a second for as long as this loop turns; whoever started this process kills it after a long silence."""
+    os.set_blocking(alive_fd, False)
+    with contextlib.suppress(BrokenPipeError):  # nobody listens any more
+        while True:
+            with contextlib.suppress(BlockingIOError):  # nobody listens at the moment
+                os.write(alive_fd, b".")
+            await asyncio.sleep(BEAT_S)
 
 
 class Signals:

@@ -21,12 +21,14 @@ from pathlib import Path
 from frontend.cli_flags import To, Value, child_argv, default_of, read_config_file
 from frontend.config import ConfigError
 from frontend.supervisor import Supervisor
-from frontend.supervisor_process import Command, Hands, HealthProbe, Ready, run_supervisor
+from frontend.supervisor_process import Command, Hands, Ready, run_supervisor
 
 CORE = "engine core"
 CORE_START_MARGIN_S = 15.0
 """Over --start-timeout, which bounds the load itself."""
 FRONTEND_START_S = 120.0
+SILENCE_S = 5.0
+"""Without a sign of life for this long, a process counts as frozen and is killed."""
 MAX_FRONTENDS = 64
 
 
@@ -39,7 +41,6 @@ class Plan:
     """Command line of the engine core."""
     frontends: list[list[str]]
     start_timeout: float
-    engine_timeout: float
 
 
 def serve(given: Mapping[str, Value], config: Path | None, ready_fd: int | None) -> int:
@@ -86,7 +87,6 @@ def make_plan(values: Mapping[str, Value], folder: Path) -> Plan:
         engine=[*python, "engine_core", "engine", *_listen(address), *child_argv(values, To.ENGINE)],
         frontends=frontends,
         start_timeout=_seconds(values, "start_timeout"),
-        engine_timeout=_seconds(values, "engine_timeout"),
     )
 
 
@@ -165,8 +165,7 @@ def _hands(plan: Plan, ready_fd: int | None) -> Hands:
     return Hands(
         Supervisor(CORE, names, bounds),
         commands,
-        probe=HealthProbe,
-        silence_bound=plan.engine_timeout,
+        silence_bound=SILENCE_S,
         say=say,
         announce=functools.partial(announce, plan.engine_address, ready_fd),
     )

@@ -10,7 +10,7 @@ The rules
     engine core: they reconnect by themselves.
   * More than MAX_RESTARTS restarts of one process within RESTART_WINDOW_S: everything stops, exit status 1.
   * A process that ends with status 2 says that its settings can't be served: everything stops, exit status 2.
-  * A process that doesn't become ready in time, or that stops answering health checks, is killed, and so restarted.
+  * A process that doesn't become ready in time, or shows no sign of life, is killed, and so restarted.
   * The first signal drains: frontends finish what is open, then the engine core ends. The second stops at once.
 """
 
@@ -157,11 +157,11 @@ class Supervisor:
         return self._wind_down()
 
     def silent(self, name: str, seconds: float) -> list[Instruction]:
-        """The process answered no health check for `seconds`. Draining and stopping have their own bounds."""
+        """The process has shown no sign of life for `seconds`. Draining and stopping have their own bounds."""
         process = self._processes[name]
         if self._mode is not Mode.RUNNING or process.phase is not Phase.SERVING or process.killed_for:
             return []
-        return self._kill(process, f"answered no health check for {seconds:.1f} s and was killed")
+        return self._kill(process, f"showed no sign of life for {seconds:.1f} s and was killed")
 
     def signalled(self, now: float) -> list[Instruction]:
         """SIGINT, SIGTERM or SIGHUP arrived."""

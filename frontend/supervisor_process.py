@@ -1,6 +1,6 @@
-"""The supervisor's hands: starts processes, hears that they are ready, asks for their health, sends signals.
+"""The supervisor's hands: starts processes, hears that they are ready and alive, sends signals.
 
-Owns pipes, pidfds, probes and timers of `greenlane serve`, on one asyncio loop in the main thread (a child's
+Owns pipes, pidfds and timers of `greenlane serve`, on one asyncio loop in the main thread (a child's
 parent-death signal fires when the *thread* that started it ends). Decides nothing: `supervisor.py` does.
 """
 
@@ -14,7 +14,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from frontend.supervisor import (
     Announce,
@@ -28,11 +28,11 @@ from frontend.supervisor import (
 )
 
 MAX_READY_BYTES = 64 << 10
-PROBES_IN_BOUND = 2
-"""Probes within the bound of silence; more would find nothing sooner, since silence counts from the last answer."""
+LATE_S = 1.0
+"""A timer that fires this late tells that the supervisor itself stood still."""
 
 Ready = Mapping[str, Any]
-"""The JSON object that a process writes once it serves; `grpc` is where it answers health checks."""
+"""The JSON object that a process writes once it serves: its addresses, by kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,22 +43,16 @@ class Command:
     argv: Callable[[Ready | None], Sequence[str]]
 
 
-class Probe(Protocol):
-    """Asks one address for its health, again and again."""
-
-    async def answers(self, within: float) -> bool:
-        """Whether any answer came, serving or not, within that many seconds."""
-
-    async def close(self) -> None: ...
-
-
 @dataclass(slots=True)
 class _Running:
     process: subprocess.Popen[bytes]
     pidfd: int
     ready_fd: int | None
+    alive_fd: int
     received: bytearray = field(default_factory=bytearray)
-    watch: asyncio.Task[None] | None = None
+    heard: float = 0.0
+    """Time of the latest sign of life."""
+    silence: asyncio.TimerHandle | None = None
 
 
 class Hands:
@@ -69,7 +63,6 @@ class Hands:
         supervisor: Supervisor,
         commands: Sequence[Command],
         *,
-        probe: Callable[[str], Probe],
         silence_bound: float,
         say: Callable[[str], None],
         announce: Callable[[Mapping[str, Ready], Mapping[str, int]], None],
@@ -77,7 +70,6 @@ class Hands:
         """`announce` gets what each process said when ready, and its pid; `silence_bound` is in seconds."""
         self._supervisor = supervisor
         self._commands = {command.name: command for command in commands}
-        self._probe = probe
         self._silence_bound = silence_bound
         self._say = say
         self._announce = announce
@@ -86,7 +78,6 @@ class Hands:
         self._timer: asyncio.TimerHandle | None = None
         self._finish: Finish | None = None
         self._finished = asyncio.Event()
-        self._watches: set[asyncio.Task[None]] = set()
 
     async def run(self) -> Finish:
         """Supervise until nothing runs any more. SIGINT, SIGTERM and SIGHUP are taken over meanwhile."""
@@ -97,7 +88,7 @@ class Hands:
             self._carry_out(self._supervisor.begin(loop.time()))
             await self._finished.wait()
         finally:
-            await self._clean_up()
+            self._clean_up()
         assert self._finish is not None
         return self._finish
 
@@ -124,23 +115,22 @@ class Hands:
 
     def _start(self, name: str) -> None:
         argv = [*self._commands[name].argv(self._ready.get(name))]
-        read_fd, write_fd = os.pipe()
+        (ready, ready_end), (alive, alive_end) = os.pipe(), os.pipe()
+        own = ("--ready-fd", str(ready_end), "--alive-fd", str(alive_end), "--parent-pid", str(os.getpid()))
         try:
             # A process group of its own: Ctrl-C in the terminal reaches the supervisor alone, which drains in order.
             process = subprocess.Popen(
-                [*argv, "--ready-fd", str(write_fd), "--parent-pid", str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(write_fd,),
-                process_group=0,
+                [*argv, *own], stdin=subprocess.DEVNULL, pass_fds=(ready_end, alive_end), process_group=0
             )
         finally:
-            os.close(write_fd)
-        os.set_blocking(read_fd, False)
-        running = _Running(process, os.pidfd_open(process.pid), read_fd)
+            os.close(ready_end)
+            os.close(alive_end)
+        running = _Running(process, os.pidfd_open(process.pid), ready, alive)
         self._running[name] = running
         loop = asyncio.get_running_loop()
-        loop.add_reader(read_fd, self._hear, name, running)
-        loop.add_reader(running.pidfd, self._reap, name, running)
+        for fd, heard in ((ready, self._hear), (alive, self._hear_life), (running.pidfd, self._reap)):
+            os.set_blocking(fd, False)
+            loop.add_reader(fd, heard, name, running)
 
     def _signal(self, name: str, number: signal.Signals) -> None:
         running = self._running.get(name)
@@ -172,10 +162,35 @@ class Hands:
             message = json.loads(running.received)
             if isinstance(message, dict) and isinstance(message.get("grpc"), str):
                 self._ready[name] = message
-                running.watch = asyncio.get_running_loop().create_task(self._watch(name, message["grpc"]))
-                self._watches.add(running.watch)
-                running.watch.add_done_callback(self._watches.discard)
+                self._watch(name, running)
                 self._carry_out(self._supervisor.ready(name, asyncio.get_running_loop().time()))
+
+    def _hear_life(self, name: str, running: _Running) -> None:
+        """Bytes of the alive pipe, one a second; its end tells nothing that the pidfd doesn't."""
+        if os.read(running.alive_fd, 65536):
+            running.heard = asyncio.get_running_loop().time()
+        else:
+            asyncio.get_running_loop().remove_reader(running.alive_fd)
+
+    def _watch(self, name: str, running: _Running) -> None:
+        """From now on, report silence once it has lasted for the bound."""
+        running.heard = asyncio.get_running_loop().time()
+        self._expect_life(name, running)
+
+    def _expect_life(self, name: str, running: _Running) -> None:
+        due = running.heard + self._silence_bound
+        running.silence = asyncio.get_running_loop().call_at(due, self._judge, name, running, due)
+
+    def _judge(self, name: str, running: _Running, due: float) -> None:
+        """The bound has passed since what was known to be the latest sign of life."""
+        now = asyncio.get_running_loop().time()
+        if now - due > LATE_S:
+            running.heard = now
+        silent_s = now - running.heard
+        if silent_s < self._silence_bound:
+            self._expect_life(name, running)
+        else:
+            self._carry_out(self._supervisor.silent(name, silent_s))
 
     def _close_ready(self, running: _Running) -> None:
         if running.ready_fd is not None:
@@ -193,28 +208,13 @@ class Hands:
 
     def _release(self, running: _Running) -> None:
         self._close_ready(running)
+        asyncio.get_running_loop().remove_reader(running.alive_fd)
+        os.close(running.alive_fd)
         os.close(running.pidfd)
-        if running.watch is not None:
-            running.watch.cancel()
+        if running.silence is not None:
+            running.silence.cancel()
 
-    async def _watch(self, name: str, address: str) -> None:
-        """Report silence, once it has lasted for the bound, until the process ends."""
-        loop = asyncio.get_running_loop()
-        probe = self._probe(address)
-        period = self._silence_bound / PROBES_IN_BOUND
-        answered = loop.time()
-        try:
-            while True:
-                if await probe.answers(self._silence_bound - (loop.time() - answered)):
-                    answered = loop.time()
-                elif loop.time() - answered >= self._silence_bound:
-                    self._carry_out(self._supervisor.silent(name, loop.time() - answered))
-                    return
-                await asyncio.sleep(period - loop.time() % period)  # all watches wake together: fewer wake-ups
-        finally:
-            await probe.close()
-
-    async def _clean_up(self) -> None:
+    def _clean_up(self) -> None:
         """Leave nothing behind, however `run` ended."""
         loop = asyncio.get_running_loop()
         if self._timer is not None:
@@ -225,36 +225,8 @@ class Hands:
             running.process.wait()
             self._release(running)
         self._running.clear()
-        for watch in list(self._watches):
-            watch.cancel()
-        await asyncio.gather(*self._watches, return_exceptions=True)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.remove_signal_handler(number)
-
-
-class HealthProbe:
-    """grpc.health.v1 Check over one local channel."""
-
-    def __init__(self, address: str) -> None:
-        import grpc.aio
-        from grpc_health.v1 import health_pb2, health_pb2_grpc
-
-        self._channel = grpc.aio.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)])
-        self._stub = health_pb2_grpc.HealthStub(self._channel)
-        self._request = health_pb2.HealthCheckRequest()
-
-    async def answers(self, within: float) -> bool:
-        """Whether any answer came; one with an error that the server itself chose counts."""
-        import grpc
-
-        try:
-            await self._stub.Check(self._request, timeout=max(within, 0.01))
-        except grpc.aio.AioRpcError as error:
-            return error.code() not in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
-        return True
-
-    async def close(self) -> None:
-        await self._channel.close(None)
 
 
 def run_supervisor(hands: Callable[[], Hands]) -> Finish:

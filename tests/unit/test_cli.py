@@ -49,7 +49,7 @@ def test_every_process_accepts_what_serve_hands_it(tmp_path: Path) -> None:
     values: dict[str, Value] = {flag.key: flag.default for flag in FLAGS if flag.default is not None}
     values |= {"model": str(TINY), "served_model_name": ["a", "b"], "enable_prefix_caching": False, "threads": "1"}
     values |= {"max_model_len": "512", "kv_cache_memory": "64MiB", "request_timeout": "30", "crash_dir": str(tmp_path)}
-    values["step_log"] = str(tmp_path / "steps.jsonl")
+    values |= {"step_log": str(tmp_path / "steps.jsonl"), "max_num_batched_tokens": "2048"}
     unset = {flag.key for flag in FLAGS} - values.keys()
     assert unset == {"engine_address", "decode_sms"}
     plan = make_plan(values, tmp_path)
@@ -139,7 +139,7 @@ def test_plan_with_tcp_engine(tmp_path: Path) -> None:
         ({"engine_address": "7000"}, "must be unix:/path or host:port"),
         ({"frontends": "0"}, "--frontends is 0"),
         ({"frontends": "many"}, "--frontends is 'many'"),
-        ({"engine_timeout": "soon"}, "--engine-timeout is 'soon'"),
+        ({"start_timeout": "soon"}, "--start-timeout is 'soon'"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path, values: dict[str, Value], named: str) -> None:

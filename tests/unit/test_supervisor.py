@@ -114,7 +114,7 @@ def test_a_silent_process_is_killed_once_and_restarted() -> None:
     supervisor = serving(ONE)
     assert supervisor.silent(CORE, 5.0) == [Kill(CORE)]
     assert supervisor.silent(CORE, 6.0) == []
-    assert "answered no health check for 5.0 s" in said(supervisor.exited(CORE, -9, 6.0))
+    assert "showed no sign of life for 5.0 s" in said(supervisor.exited(CORE, -9, 6.0))
     assert supervisor.tick(6.0 + FIRST_DELAY_S) == [Start(CORE)]
 
 

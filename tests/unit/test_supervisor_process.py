@@ -21,7 +21,10 @@ GUARD_S = 60.0
 SERVES = """
 import json, os, signal, sys
 fd = int(sys.argv[sys.argv.index("--ready-fd") + 1])
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+alive = int(sys.argv[sys.argv.index("--alive-fd") + 1])
+signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+signal.signal(signal.SIGALRM, lambda *_: os.write(alive, b"."))
+signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
 os.write(fd, json.dumps({"grpc": sys.argv[1], "argv": sys.argv[1:]}).encode() + b"\\n")
 os.close(fd)
 while True:
@@ -39,24 +42,6 @@ ENDS_WITH = "import sys; sys.exit({status})"
 
 
 @dataclass
-class ScriptedProbe:
-    """Answers until `silent` is set, for the engine core."""
-
-    address: str
-    silent: asyncio.Event
-    closed: list[bool] = field(default_factory=list)
-
-    async def answers(self, within: float) -> bool:
-        if self.address != CORE or not self.silent.is_set():
-            return True
-        await asyncio.sleep(within)
-        return False
-
-    async def close(self) -> None:
-        self.closed.append(True)
-
-
-@dataclass
 class Run:
     """One supervised run and what it told."""
 
@@ -67,15 +52,12 @@ class Run:
     said: list[str] = field(default_factory=list)
     ready: Mapping[str, Ready] = field(default_factory=dict)
     pids: Mapping[str, int] = field(default_factory=dict)
-    silent: asyncio.Event = field(default_factory=asyncio.Event)
     hands: Hands | None = None
-    probes: list[ScriptedProbe] = field(default_factory=list)
 
     async def __call__(self) -> Finish:
         self.hands = Hands(
             Supervisor(CORE, (ONE,), {CORE: GUARD_S, ONE: GUARD_S}),
             [Command(name, self._argv(name, script)) for name, script in self.scripts.items()],
-            probe=self._probe,
             silence_bound=self.silence_bound,
             say=self._say,
             announce=self._announce,
@@ -86,10 +68,6 @@ class Run:
     def _argv(name: str, script: str) -> Callable[[Ready | None], list[str]]:
         python = [sys.executable, "-S", "-E", "-c", script, name]
         return lambda before: [*python, "first" if before is None else "again"]
-
-    def _probe(self, address: str) -> ScriptedProbe:
-        self.probes.append(ScriptedProbe(address, self.silent))
-        return self.probes[-1]
 
     def _say(self, text: str) -> None:
         self.said.append(text)
@@ -125,7 +103,6 @@ async def test_starts_announces_drains_and_leaves_nothing() -> None:
     assert run.ready.keys() == {CORE, ONE}
     assert all(gone(pid) for pid in run.pids.values())
     assert len(os.listdir("/proc/self/fd")) == descriptors
-    assert all(probe.closed for probe in run.probes)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
@@ -142,19 +119,25 @@ async def test_a_killed_process_is_started_again_with_what_it_announced() -> Non
 
 async def test_a_frozen_process_is_killed_and_replaced() -> None:
     """Red if a stopped process, which still exists and holds its sockets, is taken for a living one."""
-
-    def freeze(run: Run) -> None:
-        os.kill(run.pids[CORE], signal.SIGSTOP)
-        run.silent.set()
-
-    def on_say(run: Run, text: str) -> None:
-        if "answered no health check" in text:
-            run.silent.clear()
-        stop_when_serving_again(run, text)
-
-    run = Run({CORE: SERVES, ONE: SERVES}, freeze, on_say, silence_bound=0.2)
+    run = Run(
+        {CORE: SERVES, ONE: SERVES},
+        on_announce=lambda run: os.kill(run.pids[CORE], signal.SIGSTOP),
+        on_say=stop_when_serving_again,
+        silence_bound=1.0,
+    )
     assert (await run()).status == 0
+    assert any("showed no sign of life" in text for text in run.said)
     assert gone(run.pids[CORE])
+
+
+async def test_signs_of_life_are_heard() -> None:
+    """Red if a living process is killed once the bound of silence has passed."""
+    run = Run({CORE: SERVES, ONE: SERVES}, on_announce=lambda run: None, silence_bound=2.0)
+    task = asyncio.create_task(run())
+    await asyncio.sleep(6.0)
+    run.stop()
+    assert (await task).status == 0
+    assert not any("sign of life" in text for text in run.said)
 
 
 @pytest.mark.parametrize(("status", "restarts"), [(2, 0), (1, MAX_RESTARTS)])
