@@ -121,7 +121,7 @@ class InFlight:
             raise ResultMismatch(
                 f"step {flight.step}: its result was lost or doesn't match its plan: {problem}",
                 flight,
-                self.batch if result.prefills else None,
+                self.batch if result.prefills or flight.empty else None,
             )
         self._flights.popleft()
         return flight
