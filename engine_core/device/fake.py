@@ -178,9 +178,13 @@ def _certain(rows: npt.NDArray[np.uint32], tokens: Int32, tops: Int32) -> Logpro
 
 def open_device(config: WorkerConfig, watch: Watch, progress: Callable[[str, int, int], None]) -> Device:
     """The fake device for a real model's shape on a simulated GPU: no weights are read, all work runs at once."""
+    return open_on(FakeTable(), config, watch, progress)
+
+
+def open_on(table: FakeTable, config: WorkerConfig, watch: Watch, progress: Callable[[str, int, int], None]) -> Device:
+    """The fake device on a simulated GPU that the caller scripts."""
     model = load_model_config(Path(config.model))
     pages, max_model_len = page_budget(config, model, item_bytes=4)
-    table = FakeTable()
     driver = Driver(table, watch)
     streams, partition = open_streams(driver, config.decode_overlap, config.decode_sms, ExitStack())
     compute = FakeCompute(
