@@ -178,8 +178,8 @@ class Scheduler:
         """
         if self.in_flight.working >= self._async_depth:
             return None
-        decode, grown, page_ids, short = self._plan_decode()
-        starts, chunks = self._plan_prefill(self._prefill_budget(decode.slots.size), admit=not short)
+        decode, grown, page_ids = self._plan_decode()
+        starts, chunks = self._plan_prefill(self._prefill_budget(decode.slots.size))
         if decode.slots.size == 0 and not chunks and (self.in_flight.batch is None or len(self.in_flight)):
             return None
         return self._submit(decode, grown, page_ids, starts, chunks)
@@ -228,23 +228,24 @@ class Scheduler:
 
     # -------------------------- decode
 
-    def _plan_decode(self) -> tuple[RowGroup, Slots, bytes, bool]:
-        """Rows that decode, the slots that get a page for it, those pages, and whether some row had to wait for one.
+    def _plan_decode(self) -> tuple[RowGroup, Slots, bytes]:
+        """Rows that decode, the slots that get a page for it, and those pages.
 
-        A row isn't planned past the length at which it ends anyway.
+        A row isn't planned past the length at which it ends anyway. When some row has to wait for a page, none is left
+        for newcomers.
         """
         rows, group = self._rows, self._decode_rows()
         needy = group.slots[rows.computed[group.slots] >= rows.capacity[group.slots]]
         if needy.size == 0:
-            return group, needy, b"", False
+            return group, needy, b""
         if needy.size <= self._pool.available:
-            return group, needy, self.residency.grow(needy), False
+            return group, needy, self.residency.grow(needy)
         grown = self._share_out(needy)
         page_ids = self.residency.grow(grown)
         slots = group.slots
         ready = (rows.phase[slots] == DECODE) & (rows.computed[slots] < rows.capacity[slots])
         self._decoding_plans = 0
-        return rows.group(slots[ready]), grown, page_ids, True
+        return rows.group(slots[ready]), grown, page_ids
 
     def _decode_rows(self) -> RowGroup:
         """The rows that can be in the next plan, as far as pages allow."""
@@ -286,13 +287,13 @@ class Scheduler:
             return 0
         return self._token_budget if self._overlap else self._token_budget - decode_rows
 
-    def _plan_prefill(self, budget: int, *, admit: bool) -> tuple[list[RowStart], list[Chunk]]:
+    def _plan_prefill(self, budget: int) -> tuple[list[RowStart], list[Chunk]]:
         """Chunks in order of (priority, arrival), from running prefills and, as long as it fits, from the queue."""
         starts: list[RowStart] = []
         chunks: list[Chunk] = []
         deferred: list[Sequence] = []
         running = [s for s in self.sequences.prefilling if self._rows.computed[s.slot] < self._rows.known[s.slot]]
-        admitted_tokens = 0
+        admitted_tokens, admit = 0, True
         while budget > 0:
             head = self._next_waiting(deferred) if admit else None
             if running and (head is None or running[0].order < head.order):

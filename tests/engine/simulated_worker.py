@@ -123,6 +123,8 @@ class SimulatedWorker:
         """Causes by step: its forward raises."""
         self.fail_prefills: dict[int, str] = {}
         """Causes by step: the batch that it launches on the prefill lane raises."""
+        self.draws_suppressed = False
+        """A worker that doesn't keep to `RowSampling.suppress`."""
         self.dead: str | None = None
         self.die_at_submit: str | None = None
         self._overlap = overlap
@@ -313,7 +315,8 @@ class SimulatedWorker:
         work.row.computed = work.end
 
     def _sample(self, row: Row) -> int:
-        barred = tuple(_ints(row.sampling.suppress)) if row.output < row.sampling.min_tokens else ()
+        early = row.output < row.sampling.min_tokens and not self.draws_suppressed
+        barred = tuple(_ints(row.sampling.suppress)) if early else ()
         row.last_token = draw(self._read(row, row.computed - 1), row.sampling.seed, barred)
         row.output += 1
         return row.last_token

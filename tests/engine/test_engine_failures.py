@@ -69,6 +69,21 @@ def test_pages_of_a_failed_step_aren_t_published() -> None:
     assert rig.of(again).tokens == expected_tokens(again, 0)
 
 
+def test_a_failed_row_publishes_nothing_more() -> None:
+    """Red when the pages that a failed row still held are offered to the next turn of its conversation."""
+    rig = Rig()
+    failed = rig.add(PROMPT, max_tokens=40)
+    rig.step()
+    while len(rig.of(failed).tokens) < 7:
+        rig.turn()
+    rig.worker.fail_steps[len(rig.worker.plans)] = CAUSE
+    rig.turn()
+    again = rig.add([*PROMPT, *rig.of(failed).tokens, 3], max_tokens=2)
+    rig.run()
+    assert error_of(rig, failed).message == CAUSE
+    assert rig.of(again).cached == 4
+
+
 # ------------------------------ a result is lost or wrong, the engine stops
 
 

@@ -142,6 +142,43 @@ def test_an_aborted_sequence_is_in_no_later_plan(depth: int) -> None:
     rig.check_settled()
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_slot_is_given_again_after_its_last_step(depth: int) -> None:
+    """Rules O10, O12. Red when a slot whose step is in flight is handed to the next sequence."""
+    rig = Rig(async_depth=depth, max_num_seqs=1)
+    request, waiting = rig.add(PROMPT, max_tokens=40), rig.add(PROMPT, max_tokens=2)
+    rig.step()
+    rig.engine.submit(Abort(1, (request.number,)), 0.0)
+    for _ in range(depth):
+        rig.step()
+        assert rig.of(waiting).cached is None
+        rig.worker.finish_step()
+    rig.step()
+    assert rig.of(waiting).cached is not None
+    rig.run()
+
+
+def test_a_prompt_aborted_in_flight_is_not_found_before_it_is_computed() -> None:
+    """Rule O8. Red when closing a row publishes pages whose only chunk is still in flight."""
+    rig = Rig(async_depth=2)
+    aborted = rig.add([5] * 12, max_tokens=9)
+    rig.step()
+    rig.engine.submit(Abort(1, (aborted.number,)), 0.0)
+    again = rig.add([5] * 12, max_tokens=2)
+    rig.worker.finish_step()
+    rig.step()
+    rig.run()
+    assert rig.of(again).tokens == expected_tokens(again, 0)
+    early = Rig(async_depth=3)
+    aborted = early.add([5] * 12, max_tokens=1)
+    early.step()
+    early.engine.submit(Abort(1, (aborted.number,)), 0.0)
+    again = early.add([5] * 12, max_tokens=2)
+    early.step()
+    assert early.of(again).cached == 0
+    early.run()
+
+
 def test_aborting_is_idempotent_and_ignores_strangers() -> None:
     """Case 3. Red when an unknown, finished or repeated number raises or ends somebody else."""
     rig = Rig()

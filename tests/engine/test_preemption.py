@@ -50,14 +50,19 @@ def test_priority_decides_who_goes() -> None:
 
 def test_a_row_waits_for_retiring_pages_rather_than_preempt() -> None:
     """Red when pages that are on their way back cost somebody a recomputation."""
-    rig = Rig(total_pages=9, async_depth=2, prefix_caching=False)
-    aborted = rig.add([9] * 12, max_tokens=20)
-    rows = [rig.add(PROMPT, max_tokens=5), rig.add(PROMPT, max_tokens=5)]
+    rig = Rig(total_pages=10, async_depth=2, prefix_caching=False)
+    rows = [rig.add(PROMPT, max_tokens=9), rig.add(PROMPT, max_tokens=9)]
+    aborted = rig.add([9] * 9, max_tokens=15)
     rig.step()
-    rig.step()
-    assert rig.engine.stats().running == 3
+    while len(rig.worker.plans) < 7:
+        rig.worker.finish_step()
+        rig.step()
     rig.worker.finish_step()
     rig.engine.submit(Abort(1, (aborted.number,)), 0.0)
+    rig.step()
+    stats = rig.engine.stats()
+    assert (stats.pages_free, stats.pages_retiring, stats.preemptions) == (0, 4, 0)
+    assert len(rig.worker.plans) == 7, "both rows need a page, and wait for one"
     rig.run()
     assert rig.engine.stats().preemptions == 0
     for request in rows:
@@ -66,10 +71,13 @@ def test_a_row_waits_for_retiring_pages_rather_than_preempt() -> None:
 
 def test_newcomers_leave_room_for_running_rows_to_grow() -> None:
     """Red when a newcomer takes the last page and is preempted with the next token of somebody else."""
-    rig = Rig(total_pages=6, prefix_caching=False)
+    rig = Rig(total_pages=7, prefix_caching=False)
     rig.add([1] * 8, max_tokens=10)
+    rig.step()
     rig.turn()
-    newcomer = rig.add([2] * 15, max_tokens=2)
+    newcomer = rig.add([2] * 15, max_tokens=6)
+    rig.turn()
+    assert rig.engine.stats().pages_free == 4, "just what the newcomer's prompt needs"
     rig.run()
     assert rig.engine.stats().preemptions == 0
     assert rig.finish(newcomer).reason == FINISH_LENGTH

@@ -174,6 +174,16 @@ def test_eos_and_stop_ids() -> None:
     assert EOS not in rig.of(ends["too early"]).tokens[: at + 1]
 
 
+def test_a_stop_id_before_min_tokens_is_a_token_like_any_other() -> None:
+    """Red when the engine leaves min_tokens to the worker alone."""
+    rig = Rig()
+    rig.worker.draws_suppressed = True
+    every_id = frozenset(range(48))
+    request = rig.add(prompt(3), max_tokens=9, min_tokens=4, stop_token_ids=every_id)
+    rig.run()
+    assert (rig.finish(request).reason, rig.finish(request).output_tokens) == (FINISH_STOP, 5)
+
+
 def test_pages_are_taken_when_they_are_needed() -> None:
     """Red when a row gets its next page earlier or later than the position that it feeds."""
     rig = Rig(prefix_caching=False)
