@@ -158,6 +158,17 @@ def test_o1_o9_unprovable_synchronization_aborts_with_both_errors(rig: Rig) -> N
     assert len(rig.drops) == 1
 
 
+def test_o9_every_lane_that_can_t_be_synchronized_is_named(rig: Rig) -> None:
+    """O9: red when the second lane's failure is dropped because there was a first."""
+    rig.launch(Lane.PREFILL, 3)
+    rig.launch(Lane.PRIMARY, 4)
+    rig.script.faults["stream_synchronize"] = (Status.LAUNCH_FAILED, False)
+    with pytest.raises(Aborted):
+        rig.guard.quiesce("teardown")
+    assert "lane PRIMARY: stream_synchronize returned LAUNCH_FAILED" in rig.aborts[0]
+    assert "lane PREFILL: stream_synchronize returned LAUNCH_FAILED" in rig.aborts[0]
+
+
 def test_o2_deferred_memory_is_released_only_after_synchronization(rig: Rig) -> None:
     """O2, O3: red when the drop queue is emptied before the lanes are proven idle."""
     ran = rig.launch(Lane.PREFILL, 1)

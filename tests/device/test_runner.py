@@ -128,6 +128,24 @@ def test_o4_a_decode_failure_leaves_with_the_prefill_proven(monkeypatch: pytest.
     assert [result.error for result in results] == [None, "step 3 failed: MemoryError: no room"]
 
 
+@pytest.mark.parametrize("lane", [False, True])
+def test_o1_kernels_of_a_forward_that_raises_are_waited_for(lane: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """O1, O2: red when a lane counts as having work only after the forward has returned: nobody would wait for it."""
+    rig = RunnerRig(Script(eager=False))
+    forward = rig.compute.forward
+
+    def enqueue_and_fail(batch: Batch, ring: int) -> None:
+        forward(batch, ring)
+        raise RuntimeError("after the last kernel")
+
+    monkeypatch.setattr(rig.compute, "forward", enqueue_and_fail)
+    rig.runner.launch(plan(1, starts=[row(0, [1, 2], [0])], chunks=[PrefillChunk(0, 0, 2, True)], lane=lane))
+    assert not any(stream.queue for stream in rig.table.streams)
+    rig.runner.launch(plan(2))
+    errors = [result.error for result in rig.runner.collect()]
+    assert errors == [None, None] if lane else ["step 1 failed: RuntimeError: after the last kernel", None]
+
+
 def test_o1_a_prefill_that_is_not_launched_yet_is_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     """O1, O12: red when the synchronization after a failed decode launch counts for the prefill launched behind it.
 
