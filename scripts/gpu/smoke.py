@@ -79,7 +79,7 @@ async def load(options: Options, server: Serving, requests: int) -> dict[str, An
         measured = await overlapping(options, server, http, engine, requests)
         clients = Clients(server, http, text_pb2_grpc.TextStub(text))
         await clients.run(draw(options), CLIENTS)
-        stats = await settle(engine)
+        stats = await settle(server)
         outcomes = {name: clients.outcomes[name] for name in ("completed", "left", "failed")}
         account: dict[str, Any] = {"requests": RANDOM_REQUESTS, **outcomes, **findings(stats)}
         account["failures"] = clients.failures[:5]
