@@ -162,6 +162,38 @@ def test_prefix_pages_under_a_prefill_in_flight_are_not_given_away(overlap: str,
     life.check()
 
 
+@pytest.mark.parametrize("depth", [2, 3])
+def test_the_pages_of_a_late_row_wait_for_its_step(depth: int) -> None:
+    """O12: red when a stopped row's pages come back while the row behind the stop is still being computed."""
+    life = Life(Sim(overlap="off", depth=depth, prefix_caching=False))
+    life.add(3, 30, 0, 1, 5, 1)
+    while 1 not in life.sim.finishes:
+        life.sim.step_worker()
+        life.sim.run_stream(Lane.PRIMARY, 2)
+        life.sim.step_worker()
+        life.sim.step_engine()
+    gauges = life.sim.scheduler.gauges()
+    assert (gauges.steps_in_flight, gauges.pages_retiring) == (depth - 1, 3)
+    life.sim.settle()
+    life.check()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_the_pages_of_a_preempted_prefill_wait_for_its_lane(depth: int) -> None:
+    """O12: red when a preempted prompt's pages go to another row while its prefill still writes them."""
+    life = Life(Sim(overlap="green", depth=depth, pages=7))
+    life.add(5, 9, 0, 1, None, 1)
+    life.sim.turn()
+    life.add(16, 2, 0, 2, None, 1)
+    for _ in range(8):
+        life.sim.turn(prefill=0)
+    gauges = life.sim.scheduler.gauges()
+    assert life.sim.engine.stats().preemptions == 1
+    assert (gauges.prefills_in_flight, gauges.pages_retiring) == (1, 4)
+    life.sim.settle()
+    life.check()
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_siblings_find_their_prompt_after_its_join(depth: int) -> None:
     """O8: red when the siblings of a prompt in flight start before its pages are visible, or never."""

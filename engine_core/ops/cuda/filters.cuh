@@ -40,9 +40,9 @@ __device__ inline Upper scan_block(Upper value, Upper& total) {
   return value;
 }
 
-// Floats as integers in the same order.
+// Floats as integers in the same order; the two zeros are one.
 __device__ inline u32 key_of(float value) {
-  const u32 bits = __float_as_uint(value);
+  const u32 bits = __float_as_uint(value + 0.0f);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 

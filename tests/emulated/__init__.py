@@ -24,11 +24,12 @@ class EmulatedKernels:
         self._folder = folder
 
     def load(self, kernel: Kernel) -> Launch:
-        library = ctypes.CDLL(str(self._compile(kernel)))
+        """Compiles at the first launch: many kernels are loaded that a test never runs."""
 
         def launch(grid: Grid, threads: int, arguments: Sequence[Argument], shared_bytes: int = 0) -> None:
             assert shared_bytes <= kernel.most_shared_bytes
             values = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
+            library = ctypes.CDLL(str(self._compile(kernel)))
             library.emulate((ctypes.c_uint32 * 3)(*grid), ctypes.c_uint32(threads), values)
 
         return launch

@@ -3,6 +3,7 @@
 // Each thread of a block is a fiber; warp instructions and barriers switch between them. Blocks run one after another,
 // which is enough: no kernel waits for another block.
 #pragma once
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cmath>
@@ -57,18 +58,27 @@ struct Warp {
   u32 words[32][8];
 };
 struct Fiber {
-  ucontext_t context;
+  ucontext_t context;  // to begin with; from then on it is left and resumed by jumps, which need no system call
+  jmp_buf place;
   std::vector<char> stack;
-  bool done = false;
+  bool begun = false, done = false;
 };
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
 inline std::vector<Fiber> fibers;
 inline std::vector<Warp> warps;
 inline Barrier block_barrier;
 inline int current, block_threads;
 inline u32 votes;
 
-inline void yield() { swapcontext(&fibers[current].context, &scheduler); }
+inline void yield() {
+  if (_setjmp(fibers[current].place) == 0) _longjmp(scheduler, 1);
+}
+inline void resume(Fiber& fiber) {
+  if (_setjmp(scheduler) != 0) return;
+  if (fiber.begun) _longjmp(fiber.place, 1);
+  fiber.begun = true;
+  setcontext(&fiber.context);
+}
 inline void meet(Barrier& barrier, int expected) {
   const int generation = barrier.generation;
   if (++barrier.arrived == expected) {
@@ -97,18 +107,20 @@ void run_block(int threads, F&& body) {
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.data();
     fiber.context.uc_stack.ss_size = fiber.stack.size();
-    fiber.context.uc_link = &scheduler;
+    fiber.context.uc_link = nullptr;
     makecontext(&fiber.context, static_cast<void (*)()>([] {
                   (*entry)();
                   fibers[current].done = true;
+                  _longjmp(scheduler, 1);
                 }), 0);
   }
-  for (int running = threads; running > 0;) {
+  for (bool running = true; running;) {
+    running = false;
     for (current = 0; current < threads; ++current) {
       if (fibers[current].done) continue;
+      running = true;
       threadIdx.x = current;
-      swapcontext(&scheduler, &fibers[current].context);
-      running -= fibers[current].done;
+      resume(fibers[current]);
     }
   }
 }
