@@ -49,16 +49,12 @@ class Health:
         if told:
             await asyncio.wait(told, timeout=DELIVERY_S)
 
-    async def Check(  # noqa: N802 - the name is the protocol's
-        self, request: health_pb2.HealthCheckRequest, context: Context
-    ) -> health_pb2.HealthCheckResponse:
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> health_pb2.HealthCheckResponse:
         if request.service not in self._services:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r} here")
         return health_pb2.HealthCheckResponse(status=self._status)
 
-    async def Watch(  # noqa: N802 - the name is the protocol's
-        self, request: health_pb2.HealthCheckRequest, context: Context
-    ) -> None:
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
         """The status now, then each later one that differs from the last one sent."""
         known = request.service in self._services
         watcher = _Watcher()

@@ -161,11 +161,8 @@ def _defaults(generation: dict[str, Any]) -> SamplingDefaults:
     )
 
 
-def load_model_config(folder: Path) -> ModelConfig:
-    """Read and check a model folder's configuration. Raises ConfigError, naming file, field and remedy."""
-    data = read_json(folder / "config.json")
-    generation_path = folder / "generation_config.json"
-    generation = read_json(generation_path) if generation_path.exists() else {}
+def _served_architecture(data: dict[str, Any]) -> str:
+    """The architecture's name, if the decoder computes what this configuration asks for."""
     names = data.get("architectures") or []
     architecture = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
     if architecture not in ARCHITECTURES:
@@ -178,6 +175,15 @@ def load_model_config(folder: Path) -> ModelConfig:
         raise ConfigError(f"config.json: hidden_act {data['hidden_act']!r} is not served; silu is")
     if data.get("use_sliding_window") and data.get("sliding_window"):
         raise ConfigError("config.json: sliding window attention is not served")
+    return architecture
+
+
+def load_model_config(folder: Path) -> ModelConfig:
+    """Read and check a model folder's configuration. Raises ConfigError, naming file, field and remedy."""
+    data = read_json(folder / "config.json")
+    generation_path = folder / "generation_config.json"
+    generation = read_json(generation_path) if generation_path.exists() else {}
+    architecture = _served_architecture(data)
     heads = _positive(data, "num_attention_heads")
     hidden = _positive(data, "hidden_size")
     kv_heads = _positive(data, "num_key_value_heads", heads) if data.get("num_key_value_heads") is not None else heads

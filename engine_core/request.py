@@ -272,6 +272,42 @@ def resolve(raw: RawSampling, prompt_len: int, limits: ModelLimits, drawn_seed: 
     cut.
     """
     defaults = limits.defaults
+    max_tokens, min_tokens = _output_length(raw, prompt_len, limits)
+    top_k = defaults.top_k if raw.top_k is None else _count("top_k", raw.top_k, -1, 2**31 - 1)
+    _check_stop_ids(raw.stop_token_ids, limits.vocab_size)
+
+    def real(
+        name: str, value: float | None, default: float, bounds: tuple[float, float], *, above: bool = False
+    ) -> float:
+        return default if value is None else _range(name, value, *bounds, open_low=above)
+
+    def top(name: str, value: int | None) -> int:
+        return -1 if value is None else _count(name, value, 0, MAX_LOGPROBS)
+
+    return SamplingParams(
+        temperature=real("temperature", raw.temperature, defaults.temperature, (0.0, 100.0)),
+        top_p=real("top_p", raw.top_p, defaults.top_p, (0.0, 1.0), above=True),
+        top_k=0 if top_k in (-1, 0) or top_k >= limits.vocab_size else top_k,
+        min_p=real("min_p", raw.min_p, defaults.min_p, (0.0, 1.0)),
+        seed=drawn_seed if raw.seed is None else _count("seed", raw.seed, 0, 2**64 - 1),
+        repetition_penalty=real(
+            "repetition_penalty", raw.repetition_penalty, defaults.repetition_penalty, (0.0, 100.0), above=True
+        ),
+        presence_penalty=real("presence_penalty", raw.presence_penalty, 0.0, (-2.0, 2.0)),
+        frequency_penalty=real("frequency_penalty", raw.frequency_penalty, 0.0, (-2.0, 2.0)),
+        logit_bias=_checked_bias(raw.logit_bias, limits.vocab_size),
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        stop_token_ids=frozenset(raw.stop_token_ids),
+        ignore_eos=bool(raw.ignore_eos),
+        n=1 if raw.n is None else _count("n", raw.n, 1, MAX_N),
+        logprobs=top("logprobs", raw.logprobs),
+        prompt_logprobs=top("prompt_logprobs", raw.prompt_logprobs),
+    )
+
+
+def _output_length(raw: RawSampling, prompt_len: int, limits: ModelLimits) -> tuple[int, int]:
+    """(max_tokens, min_tokens), which fit behind the prompt."""
     room = limits.max_model_len - prompt_len
     max_tokens = room if raw.max_tokens is None else _count("max_tokens", raw.max_tokens, 1, 2**31 - 1)
     if max_tokens > room:
@@ -288,50 +324,25 @@ def resolve(raw: RawSampling, prompt_len: int, limits: ModelLimits, drawn_seed: 
             f"min_tokens is {min_tokens}; it must be from 0 to max_tokens ({max_tokens})",
             "min_tokens",
         )
-    top_k = defaults.top_k if raw.top_k is None else _count("top_k", raw.top_k, -1, 2**31 - 1)
-    if len(raw.stop_token_ids) > MAX_STOP_IDS:
-        raise Rejected(
-            RejectReason.PARAMETER_OUT_OF_RANGE,
-            f"stop_token_ids has {len(raw.stop_token_ids)} entries; at most {MAX_STOP_IDS} are allowed",
-            "stop_token_ids",
-        )
-    _ids_in_vocabulary("stop_token_ids", list(raw.stop_token_ids), limits.vocab_size)
-    if len(raw.logit_bias) > MAX_LOGIT_BIAS:
-        raise Rejected(
-            RejectReason.PARAMETER_OUT_OF_RANGE,
-            f"logit_bias has {len(raw.logit_bias)} entries; at most {MAX_LOGIT_BIAS} are allowed",
-            "logit_bias",
-        )
-    _ids_in_vocabulary("logit_bias", list(raw.logit_bias), limits.vocab_size)
-    bias = {token: _range("logit_bias", value, -100.0, 100.0) for token, value in raw.logit_bias.items()}
+    return max_tokens, min_tokens
 
-    def real(
-        name: str, value: float | None, default: float, low: float, high: float, *, open_low: bool = False
-    ) -> float:
-        return default if value is None else _range(name, value, low, high, open_low=open_low)
 
-    return SamplingParams(
-        temperature=real("temperature", raw.temperature, defaults.temperature, 0.0, 100.0),
-        top_p=real("top_p", raw.top_p, defaults.top_p, 0.0, 1.0, open_low=True),
-        top_k=0 if top_k in (-1, 0) or top_k >= limits.vocab_size else top_k,
-        min_p=real("min_p", raw.min_p, defaults.min_p, 0.0, 1.0),
-        seed=drawn_seed if raw.seed is None else _count("seed", raw.seed, 0, 2**64 - 1),
-        repetition_penalty=real(
-            "repetition_penalty", raw.repetition_penalty, defaults.repetition_penalty, 0.0, 100.0, open_low=True
-        ),
-        presence_penalty=real("presence_penalty", raw.presence_penalty, 0.0, -2.0, 2.0),
-        frequency_penalty=real("frequency_penalty", raw.frequency_penalty, 0.0, -2.0, 2.0),
-        logit_bias=bias,
-        max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        stop_token_ids=frozenset(raw.stop_token_ids),
-        ignore_eos=bool(raw.ignore_eos),
-        n=1 if raw.n is None else _count("n", raw.n, 1, MAX_N),
-        logprobs=-1 if raw.logprobs is None else _count("logprobs", raw.logprobs, 0, MAX_LOGPROBS),
-        prompt_logprobs=-1
-        if raw.prompt_logprobs is None
-        else _count("prompt_logprobs", raw.prompt_logprobs, 0, MAX_LOGPROBS),
-    )
+def _check_stop_ids(ids: tuple[int, ...], vocab_size: int) -> None:
+    _check_entries("stop_token_ids", len(ids), MAX_STOP_IDS)
+    _ids_in_vocabulary("stop_token_ids", list(ids), vocab_size)
+
+
+def _checked_bias(bias: Mapping[int, float], vocab_size: int) -> dict[int, float]:
+    _check_entries("logit_bias", len(bias), MAX_LOGIT_BIAS)
+    _ids_in_vocabulary("logit_bias", list(bias), vocab_size)
+    return {token: _range("logit_bias", value, -100.0, 100.0) for token, value in bias.items()}
+
+
+def _check_entries(name: str, count: int, most: int) -> None:
+    if count > most:
+        raise Rejected(
+            RejectReason.PARAMETER_OUT_OF_RANGE, f"{name} has {count} entries; at most {most} are allowed", name
+        )
 
 
 def sequence_seed(seed: int, index: int) -> int:

@@ -209,9 +209,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     # -------------------------- Session
 
     @_statuses
-    async def Session(  # noqa: N802 - the name is the protocol's
-        self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context
-    ) -> None:
+    async def Session(self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context) -> None:
         stream = self._open()
         session = stream.session
         try:
@@ -287,9 +285,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     # -------------------------- unary calls
 
     @_statuses
-    async def GetInfo(  # noqa: N802 - the name is the protocol's
-        self, request: pb.GetInfoRequest, context: Context
-    ) -> pb.GetInfoResponse:
+    async def GetInfo(self, request: pb.GetInfoRequest, context: Context) -> pb.GetInfoResponse:
         return self._stamped_info()
 
     def _stamped_info(self) -> pb.GetInfoResponse:
@@ -299,9 +295,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         return info
 
     @_statuses
-    async def GetStats(  # noqa: N802 - the name is the protocol's
-        self, request: pb.GetStatsRequest, context: Context
-    ) -> pb.GetStatsResponse:
+    async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
         response = pb.GetStatsResponse(state=pb.EngineState.Name(self.state), uptime_s=self._clock() - self._started)
         stats = await self._core.stats()
         if stats is not None:
@@ -316,9 +310,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         return response
 
     @_statuses
-    async def Drain(  # noqa: N802 - the name is the protocol's
-        self, request: pb.DrainRequest, context: Context
-    ) -> pb.DrainResponse:
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         timeout_s = request.timeout_s if request.HasField("timeout_s") else DRAIN_CAP_S
         if not 0 <= timeout_s <= MAX_DRAIN_S:
             raise SessionBroken(
@@ -328,9 +320,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         return pb.DrainResponse(finished=finished, aborted=aborted)
 
     @_statuses
-    async def FlushCache(  # noqa: N802 - the name is the protocol's
-        self, request: pb.FlushCacheRequest, context: Context
-    ) -> pb.FlushCacheResponse:
+    async def FlushCache(self, request: pb.FlushCacheRequest, context: Context) -> pb.FlushCacheResponse:
         return pb.FlushCacheResponse(pages_dropped=await self._core.flush_cache())
 
 

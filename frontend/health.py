@@ -50,14 +50,12 @@ class HealthService:
                 for watcher in watchers:
                     await watcher.told.wait()
 
-    async def Check(  # noqa: N802 (gRPC's names)
-        self, request: health_pb2.HealthCheckRequest, context: Any
-    ) -> health_pb2.HealthCheckResponse:
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:
         if request.service not in self._services:
             await context.abort(grpc.StatusCode.NOT_FOUND, "no such service here")
         return health_pb2.HealthCheckResponse(status=self._status)
 
-    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:  # noqa: N802
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
         """The status now and at every change; SERVICE_UNKNOWN for a service that isn't here."""
         known = request.service in self._services
         watcher = _Watcher()

@@ -65,7 +65,7 @@ class TextService(text_pb2_grpc.TextServicer):
         self._new_id = new_id
 
     @with_status
-    async def Generate(self, request: text_pb2.GenerateRequest, context: Any) -> None:  # noqa: N802 (gRPC's names)
+    async def Generate(self, request: text_pb2.GenerateRequest, context: Any) -> None:
         self._served.check_model(_given(request, "model"))
         request_id = request.request_id[:MAX_LABEL_CHARS] or self._new_id()
         sampling = _sampling(request.sampling)
@@ -84,7 +84,7 @@ class TextService(text_pb2_grpc.TextServicer):
             await context.write(text_pb2.GenerateResponse(request_id=request_id, usage=_usage(answer.usage)))
 
     @with_status
-    async def Tokenize(self, request: text_pb2.TokenizeRequest, context: Any) -> text_pb2.TokenizeResponse:  # noqa: N802
+    async def Tokenize(self, request: text_pb2.TokenizeRequest, context: Any) -> text_pb2.TokenizeResponse:
         self._served.check_model(_given(request, "model"))
         if request.WhichOneof("input") is None:
             raise invalid("input is missing: set prompt or chat", "input")
@@ -95,14 +95,14 @@ class TextService(text_pb2_grpc.TextServicer):
         return text_pb2.TokenizeResponse(ids=ids, max_model_len=self._served.max_model_len)
 
     @with_status
-    async def Detokenize(self, request: text_pb2.DetokenizeRequest, context: Any) -> text_pb2.DetokenizeResponse:  # noqa: N802
+    async def Detokenize(self, request: text_pb2.DetokenizeRequest, context: Any) -> text_pb2.DetokenizeResponse:
         self._served.check_model(_given(request, "model"))
         if any(token < 0 for token in request.ids):
             raise invalid("ids holds a negative token id", "ids")
         return text_pb2.DetokenizeResponse(text=await self._served.decode(request.ids, request.skip_special_tokens))
 
     @with_status
-    async def ListModels(self, request: text_pb2.ListModelsRequest, context: Any) -> text_pb2.ListModelsResponse:  # noqa: N802
+    async def ListModels(self, request: text_pb2.ListModelsRequest, context: Any) -> text_pb2.ListModelsResponse:
         length = self._served.max_model_len
         return text_pb2.ListModelsResponse(
             models=[text_pb2.Model(id=name, max_model_len=length) for name in self._served.names]

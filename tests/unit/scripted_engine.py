@@ -154,7 +154,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineServicer):
         async with asyncio.timeout(HANG_GUARD_S):
             return await self.sessions.get()
 
-    async def Session(self, request_iterator: Any, context: Any) -> None:  # noqa: N802
+    async def Session(self, request_iterator: Any, context: Any) -> None:
         session = ScriptedSession(context)
         if self.greet:
             welcome = pb.Welcome(protocol_version=self.protocol_version, info=self.info)
@@ -162,15 +162,15 @@ class ScriptedEngine(engine_pb2_grpc.EngineServicer):
         self.sessions.put_nowait(session)
         await session.run()
 
-    async def GetInfo(self, request: pb.GetInfoRequest, context: Any) -> pb.GetInfoResponse:  # noqa: N802
+    async def GetInfo(self, request: pb.GetInfoRequest, context: Any) -> pb.GetInfoResponse:
         return self.info
 
-    async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:  # noqa: N802
+    async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
         self.asked.set()
         await self.stats_answer.wait()
         return pb.GetStatsResponse(uptime_s=1.0)
 
-    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:  # noqa: N802
+    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
         return pb.DrainResponse(finished=int(request.timeout_s))
 
 

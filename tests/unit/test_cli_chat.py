@@ -41,7 +41,7 @@ class TextServer(text_pb2_grpc.TextServicer):
         self.script: Script = two_words
         self.requests: list[text_pb2.GenerateRequest] = []
 
-    def Generate(  # noqa: N802  (gRPC's name)
+    def Generate(
         self, request: text_pb2.GenerateRequest, context: grpc.ServicerContext
     ) -> Iterator[text_pb2.GenerateResponse]:
         self.requests.append(request)
