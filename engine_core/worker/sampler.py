@@ -181,8 +181,8 @@ class Sampler:
     def _draw(self, logits: Tensor, slots: Int32, positions: Int32) -> Tensor:
         """Tokens [R] of rows whose temperature is above 0."""
         temperature = self._column(np.maximum(self._temperature[slots], np.float32(SMALLEST_DIVISOR)))
-        # Shifting first keeps tiny temperatures from overflowing. (A row in which all is suppressed becomes NaN: nothing
-        # passes a limit then, and its lowest candidate is taken.)
+        # Shifting first keeps tiny temperatures from overflowing. (A row in which all is suppressed becomes NaN: then
+        # nothing passes a limit, and its lowest candidate is taken.)
         scaled = (logits - logits.amax(dim=1, keepdim=True)) / temperature[:, None]
         seeds, at = self._seed[slots], positions.astype(np.uint64)
         tokens = torch.empty(len(slots), dtype=torch.int64, device=self._device)
