@@ -96,18 +96,16 @@ class InFlight:
 
     def __init__(self) -> None:
         self._flights: deque[Flight] = deque()
+        self.working = 0
+        """Plans in flight that hold work of their own."""
         self.batch: PrefillBatch | None = None
 
     def __len__(self) -> int:
         return len(self._flights)
 
-    @property
-    def working(self) -> int:
-        """Plans in flight that hold work of their own."""
-        return sum(not flight.empty for flight in self._flights)
-
     def submit(self, flight: Flight) -> None:
         self._flights.append(flight)
+        self.working += not flight.empty
         if flight.batch is not None:
             self.batch = flight.batch
 
@@ -124,6 +122,7 @@ class InFlight:
                 self.batch if result.prefills or flight.empty else None,
             )
         self._flights.popleft()
+        self.working -= not flight.empty
         return flight
 
     def _problem(self, flight: Flight, result: StepResult) -> str | None:

@@ -54,8 +54,9 @@ class Residency:
         found: list[CachedPage] = []
         parent: CachedPage | None = None
         for page in range(self._reusable_pages(sequence)):
-            ids = sequence.page_ids(page, page + 1, self.page_size)[0]
-            parent = self.prefix.find(parent, sequence.request.salt, sequence.link(page, ids), ids)
+            ids = sequence.page_ids(page, page + 1, self.page_size)
+            (link,) = sequence.links_of(page, ids)
+            parent = self.prefix.find(parent, sequence.request.salt, link, ids[0])
             if parent is None:
                 break
             found.append(parent)
@@ -101,8 +102,9 @@ class Residency:
     def grow(self, slots: Slots) -> bytes:
         """One more page for each of the slots, which are distinct; the page ids, int32 LE. They must be available."""
         self._make_free(slots.size)
-        pages = self.pool.grow(self.rows.last_pages(slots))
-        self.rows.append_pages(slots, pages)
+        columns = self.rows.page_counts(slots)
+        pages = self.pool.grow(self.rows.pages[slots, columns - 1])
+        self.rows.append_pages(slots, columns, pages)
         return pages.astype("<i4").tobytes()
 
     def _make_free(self, count: int) -> None:
@@ -113,17 +115,17 @@ class Residency:
 
     def publish(self, sequence: Sequence, pages: int) -> None:
         """Make the sequence's first `pages` full pages findable: accepted tokens, computed in complete steps only."""
-        if self.prefix is None or sequence.chain_broken:
+        if self.prefix is None or sequence.chain_broken or pages <= sequence.published:
             return
-        first, salt = sequence.published, sequence.request.salt
+        first = sequence.published
+        ids = sequence.page_ids(first, pages, self.page_size)
+        links = sequence.links_of(first, ids)
         table = self.rows.pages[sequence.slot, first:pages].tolist()
-        for at, ids in enumerate(sequence.page_ids(first, pages, self.page_size)):
-            entry = self.prefix.publish(sequence.chain, salt, sequence.link(first + at, ids), ids, table[at])
-            if entry is None:
-                sequence.chain_broken = True
-                return
-            sequence.chain = entry
-            sequence.published += 1
+        entries = self.prefix.publish(sequence.chain, sequence.request.salt, links, ids, table)
+        if entries:
+            sequence.chain = entries[-1]
+            sequence.published += len(entries)
+        sequence.chain_broken = len(entries) < len(ids)
 
     # -------------------------- giving back
 

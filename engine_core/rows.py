@@ -22,8 +22,9 @@ Positions = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
 
 EMPTY, DECODE = int(SequenceState.WAITING), int(SequenceState.DECODE)
-STRETCH_PAGES = 4
-"""Pages whose ids a row gathers before the sequence takes them over and publishes them: visits cost more than pages."""
+STRETCH_PAGES = 8
+"""Pages whose ids a row gathers before the sequence takes them over and publishes them; a visit costs as much as two
+pages. A row that ends or is preempted is visited anyway."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,6 @@ class RowTable:
         """Position from which on a stop id counts: prompt + min_tokens."""
         self.capacity = np.zeros(slots, np.int32)
         """Tokens that the row's pages hold."""
-        self.page_count = np.zeros(slots, np.int32)
         self.pages = np.zeros((slots, max_pages), np.int32)
         self.fences = {lane: np.zeros(slots, np.int64) for lane in Lane}
         """The last step submitted with work of the row, by lane."""
@@ -114,7 +114,6 @@ class RowTable:
         self.known[slot] = sequence.stored
         self.last_fed[slot] = sequence.limit - 1
         self.stoppable[slot] = sequence.prompt_len + sequence.params.min_tokens
-        self.page_count[slot] = pages.size
         self.pages[slot, : pages.size] = pages
         self.capacity[slot] = pages.size * self.page_size
         for fence in self.fences.values():
@@ -187,20 +186,18 @@ class RowTable:
     # -------------------------- pages
 
     def row_pages(self, slot: int) -> Pages:
-        return self.pages[slot, : self.page_count[slot]].copy()
+        return self.pages[slot, : self.capacity.item(slot) // self.page_size].copy()
 
-    def last_pages(self, slots: Slots) -> Pages:
-        return self.pages[slots, self.page_count[slots] - 1]
+    def page_counts(self, slots: Slots) -> Positions:
+        counts: Positions = self.capacity[slots] // self.page_size
+        return counts
 
-    def append_pages(self, slots: Slots, pages: Pages) -> None:
-        """One more page for each of the slots, which are distinct."""
-        counts = self.page_count[slots]
+    def append_pages(self, slots: Slots, counts: Positions, pages: Pages) -> None:
+        """One more page for each of the slots, which are distinct and have so many."""
         self.pages[slots, counts] = pages
-        self.page_count[slots] = counts + 1
-        self.capacity[slots] += self.page_size
+        self.capacity[slots] = (counts + 1) * self.page_size
 
     def drop_pages(self, slot: int) -> None:
-        self.page_count[slot] = 0
         self.capacity[slot] = 0
 
     # -------------------------- ids

@@ -124,11 +124,13 @@ class Scheduler:
 
     def expire(self, now: float) -> list[Ended]:
         """End the sequences whose deadline has come."""
-        error = FinishError(StatusCode.DEADLINE_EXCEEDED, "the request's deadline has passed")
         return [
-            self.sequences.close(sequence, FINISH_ERROR, error=error)
+            self.sequences.close(
+                sequence,
+                FINISH_ERROR,
+                error=FinishError(StatusCode.DEADLINE_EXCEEDED, "the request's deadline has passed"),
+            )
             for sequence in self._deadlines.due(now)
-            if sequence.state is not SequenceState.CLOSED
         ]
 
     def fail_open(self, error: FinishError) -> list[Ended]:
@@ -291,6 +293,8 @@ class Scheduler:
         """Chunks in order of (priority, arrival), from running prefills and, as long as it fits, from the queue."""
         starts: list[RowStart] = []
         chunks: list[Chunk] = []
+        if not self.sequences.prefilling and not len(self.sequences.waiting):
+            return starts, chunks
         deferred: list[Sequence] = []
         running = [s for s in self.sequences.prefilling if self._rows.computed[s.slot] < self._rows.known[s.slot]]
         admitted_tokens, admit = 0, True

@@ -131,24 +131,29 @@ class Sequence:
         prompt, start, stop = self.family.prompt, width * first, width * end
         if stop <= len(prompt):
             ids = prompt[start:stop]
+        elif start >= len(prompt):
+            ids = bytes(self.output[start - len(prompt) : stop - len(prompt)])
         else:
-            ids = prompt[start:] + bytes(self.output[max(0, start - len(prompt)) : stop - len(prompt)])
+            ids = prompt[start:] + self.output[: stop - len(prompt)]
         return [ids[at : at + width] for at in range(0, len(ids), width)]
 
-    def link(self, page: int, ids: bytes) -> bytes:
-        """The prefix chain's link of full page `page`, whose ids these are; the link before it was asked for earlier.
+    def links_of(self, first: int, ids: list[bytes]) -> list[bytes]:
+        """The prefix chain's links of consecutive full pages, whose ids these are; those before were asked for earlier.
 
-        Those of the prompt came with the request, the others are computed when first needed.
+        The prompt's came with the request, the others are computed when first needed.
         """
         given = self.request.hashes
-        offset = PREFIX_HASH_BYTES * page
-        if offset < len(given):
-            return given[offset : offset + PREFIX_HASH_BYTES]
-        behind = page - len(given) // PREFIX_HASH_BYTES
-        if behind == len(self.links):
-            parent = self.links[-1] if behind else given[-PREFIX_HASH_BYTES:] or prefix_root(self.request.salt)
-            self.links.append(prefix_next(parent, ids))
-        return self.links[behind]
+        known = len(given) // PREFIX_HASH_BYTES
+        links: list[bytes] = []
+        for page, page_ids in enumerate(ids, first):
+            if page < known:
+                links.append(given[PREFIX_HASH_BYTES * page : PREFIX_HASH_BYTES * (page + 1)])
+                continue
+            if page - known == len(self.links):
+                parent = self.links[-1] if self.links else given[-PREFIX_HASH_BYTES:] or prefix_root(self.request.salt)
+                self.links.append(prefix_next(parent, page_ids))
+            links.append(self.links[page - known])
+        return links
 
     def stop_ids(self, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
         """Ids that end the sequence; see `request.py` for their precedence."""

@@ -118,11 +118,13 @@ class PagePool:
             raise PageError(f"{last.size} pages were asked for; {self.free} are free")
         pages = last + 1
         placed = self._is_free[pages]
-        self._reference_free(pages if placed.all() else pages[placed])
-        for at in (~placed).nonzero()[0].tolist():
-            pages[at] = page = self._find_free(self._cursor)
-            self._cursor = page + ROOM_TO_GROW
-            self._reference_free(pages[at : at + 1])
+        if not placed.all():
+            self._is_free[pages[placed]] = False
+            for at in (~placed).nonzero()[0].tolist():
+                pages[at] = page = self._find_free(self._cursor)
+                self._cursor = page + ROOM_TO_GROW
+                self._is_free[page] = False
+        self._reference_free(pages)
         return pages
 
     def _find_free(self, start: int) -> int:
@@ -157,8 +159,7 @@ class PagePool:
         return np.roll(free, -first)[:count].astype(np.int32)
 
     def _reference_free(self, pages: Pages) -> None:
-        if not self._is_free[pages].all():
-            raise PageError("a page that isn't free can't be handed out")
+        """Pages that the searches above have found free."""
         self._is_free[pages] = False
         self._state[pages] = REFERENCED
         self._references[pages] = 1

@@ -80,24 +80,30 @@ class PrefixCache:
         return entry if entry is not None and entry.holds(parent, salt, ids) else None
 
     def publish(
-        self, parent: CachedPage | None, salt: bytes | None, key: bytes, ids: bytes, page: int
-    ) -> CachedPage | None:
-        """Make a full page findable behind `parent`; its tokens are accepted and its step is complete.
+        self, parent: CachedPage | None, salt: bytes | None, links: list[bytes], ids: list[bytes], pages: list[int]
+    ) -> list[CachedPage]:
+        """Make full pages findable, one behind the other from `parent` on.
 
-        Returns the entry that now stands for these tokens: an equal one may have been there before, then `page` stays
-        its owner's own. None when the chain ends here: the parent is gone, or other tokens hold the key.
+        Their tokens are accepted and their steps complete. Returns the entries that now stand for these tokens: where
+        an equal one was there before, `page` stays its owner's own. Fewer than asked for: the chain ends there, because
+        the parent is gone or other tokens hold the link.
         """
+        entries: list[CachedPage] = []
+        by_key, by_page = self._by_key, self._by_page
         if parent is not None and not parent.listed:
-            return None
-        known = self._by_key.get(key)
-        if known is not None:
-            return known if known.holds(parent, salt, ids) else None
-        entry = CachedPage(key, page, ids, parent, salt)
-        self._pool.keep(page)
-        self._by_key[key] = entry
-        self._by_page[page] = entry
-        entry.hang()
-        return entry
+            return entries
+        for key, page_ids, page in zip(links, ids, pages, strict=True):
+            entry = by_key.get(key)
+            if entry is None:
+                entry = CachedPage(key, page, page_ids, parent, salt)
+                self._pool.keep(page)
+                by_key[key] = by_page[page] = entry
+                entry.hang()
+            elif not entry.holds(parent, salt, page_ids):
+                break
+            entries.append(entry)
+            parent = entry
+        return entries
 
     def evict(self, count: int) -> None:
         """Free at least `count` cached pages, least recently given back first, as far as there are any."""

@@ -23,17 +23,14 @@ class Owner:
         self.pool, self.cache = pool, cache
         self.pages: Pages = np.empty(0, np.int32)
 
-    def publish(self) -> list[CachedPage | None]:
+    def publish(self) -> list[CachedPage]:
         self.pages = self.pool.allocate(len(self.ids))
-        parent: CachedPage | None = None
-        entries = []
-        for key, ids, page in zip(self.keys, self.ids, self.pages.tolist(), strict=True):
-            entry = self.cache.publish(parent, self.salt, key, ids, page)
-            entries.append(entry)
-            if entry is None:
-                break
-            parent = entry
-        return entries
+        return self.cache.publish(None, self.salt, self.keys, self.ids, self.pages.tolist())
+
+    def publish_one(self, at: int, parent: CachedPage | None) -> list[CachedPage]:
+        """Only one of its pages, in a page of its own."""
+        page = self.pool.allocate(1).tolist()
+        return self.cache.publish(parent, self.salt, self.keys[at : at + 1], self.ids[at : at + 1], page)
 
     def find(self, keys: list[bytes] | None = None) -> list[int]:
         """Pages found for this beginning, under its own chain or a claimed one."""
@@ -99,10 +96,10 @@ def test_a_lie_about_the_past_finds_nothing(pool: PagePool, cache: PrefixCache) 
     honest = Owner(pool, cache, FIRST[:8])
     liar.keys = [b"?" * 32, honest.keys[1]]
     liar.publish()
-    first = cache.publish(None, None, honest.keys[0], honest.ids[0], int(pool.allocate(1)[0]))
-    assert first is not None
+    (first,) = honest.publish_one(0, None)
     assert honest.find() == [first.page]
-    assert cache.publish(first, None, honest.keys[1], honest.ids[1], int(pool.allocate(1)[0])) is None
+    assert honest.publish_one(1, first) == []
+    assert honest.publish() == [first]
 
 
 def test_the_same_tokens_twice_keep_one_page(pool: PagePool, cache: PrefixCache) -> None:
@@ -110,7 +107,7 @@ def test_the_same_tokens_twice_keep_one_page(pool: PagePool, cache: PrefixCache)
     first, second = Owner(pool, cache, FIRST), Owner(pool, cache, FIRST)
     first.publish()
     entries = second.publish()
-    assert [entry.page for entry in entries if entry is not None] == first.pages.tolist()
+    assert [entry.page for entry in entries] == first.pages.tolist()
     second.give_back()
     assert (pool.cached, pool.free) == (0, 32 - 3)
     assert second.find() == first.pages.tolist()
@@ -146,7 +143,8 @@ def test_nothing_hangs_below_a_dropped_page(pool: PagePool, cache: PrefixCache) 
     entries = owner.publish()
     owner.give_back()
     cache.flush()
-    assert cache.publish(entries[-1], None, b"k" * 32, owner.ids[0], int(pool.allocate(1)[0])) is None
+    assert owner.publish_one(0, entries[-1]) == []
+    assert len(cache) == 0
 
 
 def test_siblings_leave_one_by_one(pool: PagePool, cache: PrefixCache) -> None:
@@ -185,10 +183,8 @@ def test_a_long_chain_is_dropped_page_by_page() -> None:
     pool = PagePool(count)
     cache = PrefixCache(pool)
     pages = pool.allocate(count)
-    entry: CachedPage | None = None
-    for page in pages.tolist():
-        entry = cache.publish(entry, None, page.to_bytes(32, "little"), b"ids", page)
-    entry = None
+    links = [page.to_bytes(32, "little") for page in range(count)]
+    assert len(cache.publish(None, None, links, [b"ids"] * count, pages.tolist())) == count
     pool.retire(pages[:1], {})
     cache.evict(1)
     assert len(cache) == 0
