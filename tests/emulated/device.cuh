@@ -62,6 +62,10 @@ struct Fiber {
   jmp_buf place;
   std::vector<char> stack;
   bool begun = false, done = false;
+  const Barrier* waits_for = nullptr;
+  int generation = 0;
+
+  bool can_run() const { return !done && (waits_for == nullptr || waits_for->generation != generation); }
 };
 inline jmp_buf scheduler;
 inline std::vector<Fiber> fibers;
@@ -80,13 +84,16 @@ inline void resume(Fiber& fiber) {
   setcontext(&fiber.context);
 }
 inline void meet(Barrier& barrier, int expected) {
-  const int generation = barrier.generation;
   if (++barrier.arrived == expected) {
     barrier.arrived = 0;
     ++barrier.generation;
     return;
   }
-  while (barrier.generation == generation) yield();
+  Fiber& fiber = fibers[current];
+  fiber.waits_for = &barrier;
+  fiber.generation = barrier.generation;
+  yield();
+  fiber.waits_for = nullptr;
 }
 inline Warp& warp() { return warps[current / 32]; }
 inline int lane() { return current % 32; }
@@ -117,10 +124,16 @@ void run_block(int threads, F&& body) {
   for (bool running = true; running;) {
     running = false;
     for (current = 0; current < threads; ++current) {
-      if (fibers[current].done) continue;
+      if (!fibers[current].can_run()) continue;
       running = true;
       threadIdx.x = current;
       resume(fibers[current]);
+    }
+  }
+  for (const Fiber& fiber : fibers) {
+    if (!fiber.done) {
+      std::fprintf(stderr, "a barrier that not every thread reaches\n");
+      std::abort();
     }
   }
 }

@@ -67,7 +67,9 @@ def choose_tile(layer: LinearWeights, tokens: int) -> Tile:
     """The tile measured best on an H200 for the shapes of a 4B model; see scripts/gpu_kernels.py."""
     if tokens > 8:
         return Tile(warps=8, row_tiles=2, depth=3)
-    return Tile(warps=8, row_tiles=1, depth=3 if layer.epilogue is Epilogue.GATED else 2)
+    long_rows = layer.weight.shape[1] > 8192
+    few_blocks = layer.epilogue is Epilogue.PLAIN and not layer.wide
+    return Tile(warps=8, row_tiles=1, depth=2 if long_rows or few_blocks else 3)
 
 
 def staged_bytes(layer: LinearWeights, tokens: int) -> int:
