@@ -169,17 +169,12 @@ def _open(
     cache = CodeCache(Path.home() / ".cache" / "greenlane" / "kernels")
     kernels = CudaKernels(cache, lambda: int(_cuda.current_stream().cuda_stream))
     shape = HeadShape(model.num_heads, model.num_kv_heads, model.head_dim, config.page_size)
-    max_model_len = _max_model_len(config, model)
-    width = -(-max_model_len // config.page_size)
+    width = -(-_max_model_len(config, model) // config.page_size)
     page_table = torch.zeros(config.max_num_seqs + 1, width, dtype=torch.int32, device=device)
-    frequencies, factor = rotary_frequencies(model.rope, model.head_dim)
-    angles = torch.outer(torch.arange(max_model_len, dtype=torch.float32), frequencies)
-    rope = rope_table(angles.cos() * factor, angles.sin() * factor).to(device)
+    rope = _rope(model, _max_model_len(config, model)).to(device)
     decoder = CudaDecoder(model, parameters, kernels, shape, rope, page_table)
     rows = config.max_num_seqs
     tables = SamplingTables(rows, model.vocab_size, device)
-    row_buckets = buckets(rows, DECODE_SIZES)
-    token_buckets = buckets(config.max_num_batched_tokens, CHUNK_SIZES)
     progress("load kernels", 1, 1)
     opened = _Opened(
         config=config,
@@ -199,8 +194,8 @@ def _open(
             torch.zeros(rows, model.hidden_size, dtype=torch.bfloat16, device=device),
             torch.zeros(rows, dtype=torch.int32, device=device),
         ),
-        row_buckets=row_buckets,
-        token_buckets=token_buckets,
+        row_buckets=buckets(rows, DECODE_SIZES),
+        token_buckets=buckets(config.max_num_batched_tokens, CHUNK_SIZES),
         sms=sms,
     )
     progress("prepare prefill attention", 0, 1)
@@ -208,6 +203,12 @@ def _open(
         opened.lanes[lane] = _lane(opened, lane, width)
     progress("prepare prefill attention", 1, 1)
     return opened
+
+
+def _rope(model: ModelConfig, positions: int) -> torch.Tensor:
+    frequencies, factor = rotary_frequencies(model.rope, model.head_dim)
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
+    return rope_table(angles.cos() * factor, angles.sin() * factor)
 
 
 def _lane_sizes(opened: _Opened) -> LaneSizes:
