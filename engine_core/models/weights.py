@@ -20,7 +20,7 @@ from engine_core.errors import ConfigError
 from engine_core.model_config import ModelConfig
 from engine_core.models.dense import DenseModel
 from engine_core.models.layers import DecoderOps
-from engine_core.models.safetensors_file import Shard, StoredTensor, open_shards
+from engine_core.models.safetensors_file import Shard, open_shards
 
 Progress = Callable[[str, int, int], None]
 """(what, bytes done, bytes in all)."""
@@ -159,15 +159,8 @@ def _load(
 
 
 def _check(shards: list[Shard], targets: Mapping[str, _Target], config: ModelConfig) -> None:
-    """Every expected tensor once, of the expected shape, and no other."""
-    found: dict[str, tuple[Path, StoredTensor]] = {}
-    for shard in shards:
-        for name, stored in shard.tensors.items():
-            if name in found:
-                raise ConfigError(
-                    f"{shard.path}: tensor {name} is also in {found[name][0].name}; it must be in one file"
-                )
-            found[name] = (shard.path, stored)
+    """Every expected tensor, of the expected shape, and no other. (Each is in one shard: `open_shards` saw to it.)"""
+    found = {name: (shard.path, stored) for shard in shards for name, stored in shard.tensors.items()}
     missing = [name for name in targets if name not in found]
     if missing:
         raise ConfigError(

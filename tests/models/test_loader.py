@@ -115,6 +115,15 @@ def test_tensor_in_another_shard_than_listed(sharded: Path) -> None:
     refused(sharded, first.name, name, INDEX)
 
 
+def test_tensor_in_two_shards(sharded: Path) -> None:
+    """Red when which of two copies is served depends on the order of files."""
+    first, second = shards(sharded)[:2]
+    tensors = load_file(first)
+    name = next(iter(tensors))
+    save_file({**load_file(second), name: tensors[name] + 1}, second)
+    refused(sharded, second.name, name, INDEX)
+
+
 @pytest.mark.parametrize("file", ["../outside.safetensors", "/etc/passwd", "weights.bin", 7])
 def test_index_that_leads_outside(file: object, sharded: Path) -> None:
     """Red when a model folder can make the loader open files elsewhere."""
