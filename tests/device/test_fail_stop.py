@@ -36,6 +36,7 @@ CAUSE = "step 3: RuntimeError: the lane is lost: ValueError: the kernel faulted"
 def test_o15_the_cause_is_told_by_pipe_then_by_frame_then_kept_and_then_it_ends(tmp_path: Path) -> None:
     """O15: red when a part is missing, the pipe isn't first, or anything comes after the end."""
     read_fd, write_fd = os.pipe()
+    os.set_blocking(read_fd, False)
     order: list[str] = []
 
     def farewell(cause: str) -> None:

@@ -5,6 +5,7 @@ A job is a value that names its share, so that several processes can work on one
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections import Counter
@@ -34,11 +35,9 @@ class Fault:
 
 ERRORS = (Status.OUT_OF_MEMORY, Status.INVALID_HANDLE, Status.ILLEGAL_ADDRESS)
 """A full device, a refused call, an earlier asynchronous error that surfaces here."""
-FAULTS = (
-    *(Fault(*kind) for kind in itertools.product(ERRORS, (True, False), (True, False))),
-    Fault(HANG, sticky=False),
-    Fault(HANG, sticky=True),
-)
+ANSWERS = (*itertools.product(ERRORS, (True, False)), (HANG, False))
+FAULTS = tuple((Fault(*answer), Fault(*answer, sticky=True)) for answer in ANSWERS)
+"""Met once, and from then on."""
 SECOND = Fault(Status.LAUNCH_FAILED)
 """The one class of error in double faults; each of the two is met once."""
 DOUBLE_DEPTH = 2
@@ -62,23 +61,25 @@ class Job:
         return next(scenario for scenario in SCENARIOS if scenario.name == self.scenario)
 
 
-def calls_of(scenario: Scenario, mode: str, depth: int, armed: dict[int, tuple[int, bool]] | None = None) -> int:
-    """Driver calls that the scenario makes, by default without a fault."""
+@functools.cache
+def calls_of(scenario: Scenario, mode: str, depth: int, failing: int | None = None) -> int:
+    """Driver calls that the scenario makes, without a fault or when call number `failing` meets one (SECOND)."""
     sim = scenario.build(mode, depth)
-    sim.faults.armed = armed or {}
+    sim.faults.armed = {} if failing is None else {failing: SECOND.answer}
     scenario.play(sim)
     return sim.faults.count
 
 
 def single_faults(scenario: Scenario, mode: str) -> int:
     """Cases of the table of single faults: calls x kinds of fault."""
-    return sum(calls_of(scenario, mode, depth) for depth in DEPTHS) * len(FAULTS)
+    return sum(calls_of(scenario, mode, depth) for depth in DEPTHS) * sum(map(len, FAULTS))
 
 
+@functools.cache
 def double_faults(scenario: Scenario, mode: str) -> int:
     """Cases of the table of double faults: pairs of calls, the second one made after the first has failed."""
     calls = range(1, calls_of(scenario, mode, DOUBLE_DEPTH) + 1)
-    return sum(calls_of(scenario, mode, DOUBLE_DEPTH, {at: SECOND.answer}) - at for at in calls)
+    return sum(calls_of(scenario, mode, DOUBLE_DEPTH, at) - at for at in calls)
 
 
 def python_errors(scenario: Scenario, mode: str) -> int:
@@ -103,9 +104,14 @@ def run(job: Job) -> Counter[str]:
 
 
 def _single_faults(job: Job, scenario: Scenario, calls: range) -> Counter[str]:
+    """A fault that stays is the same run as the one that doesn't, if that made no further call: it is played once."""
     outcomes: Counter[str] = Counter()
-    for at, fault in itertools.product(calls, FAULTS):
-        outcomes[_play(job, scenario, {at: fault.answer}, sticky=fault.sticky)] += 1
+    for at, (once, sticky) in itertools.product(calls, FAULTS):
+        outcome, last = _play(job, scenario, {at: once.answer})
+        outcomes[outcome] += 1
+        if last > at:
+            outcome, _ = _play(job, scenario, {at: sticky.answer}, sticky=True)
+        outcomes[outcome] += 1
     return outcomes
 
 
@@ -113,15 +119,17 @@ def _double_faults(job: Job, scenario: Scenario, calls: range) -> Counter[str]:
     """Each call fails, and with it, one at a time, each that is made after it."""
     outcomes: Counter[str] = Counter()
     for at in calls:
-        for second in range(at + 1, calls_of(scenario, job.mode, job.depth, {at: SECOND.answer}) + 1):
-            outcomes[_play(job, scenario, {at: SECOND.answer, second: SECOND.answer}, sticky=False)] += 1
+        for second in range(at + 1, calls_of(scenario, job.mode, job.depth, at) + 1):
+            outcome, _ = _play(job, scenario, {at: SECOND.answer, second: SECOND.answer})
+            outcomes[outcome] += 1
     return outcomes
 
 
-def _play(job: Job, scenario: Scenario, armed: dict[int, tuple[int, bool]], *, sticky: bool) -> str:
+def _play(job: Job, scenario: Scenario, armed: dict[int, tuple[int, bool]], *, sticky: bool = False) -> tuple[str, int]:
+    """How it came out, and how many driver calls were made."""
     sim = scenario.build(job.mode, job.depth)
     sim.faults.armed, sim.faults.sticky = armed, sticky
-    return _outcome(scenario, sim, f"{job}, faults {armed}, sticky {sticky}")
+    return _outcome(scenario, sim, f"{job}, faults {armed}, sticky {sticky}"), sim.faults.count
 
 
 def _python_errors(job: Job, scenario: Scenario) -> Counter[str]:

@@ -31,9 +31,9 @@ from tests.sim.enumeration import (
 )
 from tests.sim.scenarios import SCENARIOS, Scenario
 
-MINIMUM_SINGLE_FAULTS = 0
-MINIMUM_DOUBLE_FAULTS = 0
-MINIMUM_PYTHON_ERRORS = 0
+MINIMUM_SINGLE_FAULTS = 43596
+MINIMUM_DOUBLE_FAULTS = 12382
+MINIMUM_PYTHON_ERRORS = 2592
 """The table as it was committed. A smaller one has lost scenarios, calls or kinds of fault."""
 
 by_name = pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
