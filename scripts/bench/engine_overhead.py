@@ -8,7 +8,8 @@ what a step does depends on rows, not on where their pages are. Prints a table, 
     step_ms_256     engine thread per step at 256 decode rows, worst context
     context_growth  the same at 32k over 1k
     publish_ms_256  a step's output of 256 rows to serialized StepOutput, on the gRPC thread
-    admit_ms_8192   an 8192-token prompt: hash chain, parsing, admission and its first plan on the way to the worker
+    admit_ms_8192   an 8192-token prompt: parsing, admission, and its first plan on the way to the worker
+    hash_ms_8192    its prefix hash chain, which frontends compute
 
     python scripts/bench/engine_overhead.py [--windows 12]
 """
@@ -25,6 +26,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -184,7 +186,8 @@ class Bench:
             shared = prompt(context - 32, seed=group)
             for row in range(group, min(rows, group + GROUP)):
                 tail = prompt(32 + row % self.limits.page_size, seed=1_000_000 + row)
-                self.send(np.concatenate((shared, tail)), max_tokens=MAX_MODEL_LEN - context - 64)
+                ids = np.concatenate((shared, tail))
+                self.hand_over(self.message(ids, max_tokens=MAX_MODEL_LEN - context - 64))
         await self.frontend.until(lambda: len(self.frontend.decoding) == rows)
         await asyncio.to_thread(time.sleep, 0.2)
         self.engine.restart()
@@ -193,31 +196,35 @@ class Bench:
         await self.abort(first)
         return samples
 
-    async def admissions(self) -> list[float]:
-        """Milliseconds from hashing to the plan on its way, for single prompts of 8192 tokens on an idle engine."""
+    async def admissions(self) -> tuple[list[float], list[float]]:
+        """Milliseconds of admission and of hashing, for single prompts of 8192 tokens on an idle engine."""
         samples: list[float] = []
+        hashing: list[float] = []
         for index in range(ADMISSIONS):
             first, ids = self.next_number, prompt(8192, seed=2_000_000 + index)
+            hashing.append(timed_ms(partial(prefix_chain, ids, self.limits.page_size, None)))
+            message = self.message(ids, max_tokens=2)
             self.engine.admit_ms.clear()
-            began = time.thread_time()
-            self.send(ids, max_tokens=2)
-            edge = 1e3 * (time.thread_time() - began) * factor()
+            edge = timed_ms(partial(self.hand_over, message))
             await self.frontend.until(lambda: bool(self.engine.admit_ms))
             samples.append(edge + self.engine.admit_ms[0])
             await self.abort(first)
-        return samples
+        return samples, hashing
 
-    def send(self, ids: Ids, max_tokens: int) -> None:
-        """Hash, serialize, parse and hand over one request, as frontend and gRPC thread do."""
+    def message(self, ids: Ids, max_tokens: int) -> bytes:
+        """One request as a frontend sends it."""
         add = pb.AddRequest(
             number=self.next_number,
             prompt_ids=ids.tobytes(),
             prefix_hashes=prefix_chain(ids, self.limits.page_size, None),
             sampling=pb.SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
         )
-        data = pb.SessionRequest(adds=[add]).SerializeToString()
-        self.host.submit(self.frontend.session.receive(pb.SessionRequest.FromString(data), time.monotonic()))
         self.next_number += 1
+        return pb.SessionRequest(adds=[add]).SerializeToString()
+
+    def hand_over(self, message: bytes) -> None:
+        """Parse and check a message and give its commands to the engine thread, as the gRPC thread does."""
+        self.host.submit(self.frontend.session.receive(pb.SessionRequest.FromString(message), time.monotonic()))
 
     async def abort(self, first: int) -> None:
         """End all requests from `first` on and wait until they have said so."""
@@ -225,6 +232,13 @@ class Bench:
         message = pb.SessionRequest(aborts=numbers.tobytes())
         self.host.submit(self.frontend.session.receive(message, time.monotonic()))
         await self.frontend.until(lambda: self.frontend.finished == self.next_number - 1)
+
+
+def timed_ms(work: Callable[[], object]) -> float:
+    """Scaled CPU milliseconds of this thread."""
+    began = time.thread_time()
+    work()
+    return 1e3 * (time.thread_time() - began) * factor()
 
 
 def prompt(length: int, seed: int) -> Ids:
@@ -283,8 +297,9 @@ async def measure(windows: int) -> dict[str, float]:
                 for context in CONTEXTS:
                     table[rows, context] = await bench.steps(rows, context, windows)
                     show(f"step, {rows} rows at {context}", table[rows, context])
-            admissions = await bench.admissions()
+            admissions, hashing = await bench.admissions()
             show("admission of 8192 tokens", admissions)
+            show("hash chain of 8192 tokens", hashing)
             show("publication of 256 rows", bench.frontend.publish_ms)
     worst = {context: statistics.median(table[max(ROWS), context]) for context in CONTEXTS}
     return {
@@ -292,6 +307,7 @@ async def measure(windows: int) -> dict[str, float]:
         "context_growth": round(worst[32768] / worst[1024], 3),
         "publish_ms_256": round(statistics.median(bench.frontend.publish_ms), 4),
         "admit_ms_8192": round(statistics.median(admissions), 4),
+        "hash_ms_8192": round(statistics.median(hashing), 4),
     }
 
 
