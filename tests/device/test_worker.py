@@ -23,7 +23,7 @@ from engine_core.executor.channel import (
     Result,
     Shutdown,
 )
-from engine_core.step import WIRE_VERSION, Lane, PrefillChunk
+from engine_core.step import WIRE_VERSION, Lane, PrefillChunk, RowStart
 from engine_core.worker.worker import Worker
 from tests.device.rig import Aborted, RunnerRig, Script, plan, row
 
@@ -144,6 +144,21 @@ def test_o6_an_error_outside_guarded_work_ends_the_worker(rig: WorkerRig, monkey
         rig.worker.step()
     (farewell,) = [body for body in rig.said() if isinstance(body, Farewell)]
     assert farewell.cause == "the worker failed outside guarded work: KeyError: 'aggregation'"
+
+
+def test_o6_a_row_that_can_t_start_ends_the_worker(rig: WorkerRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """O6: red when a plan's tables are half written and the worker goes on with them."""
+
+    def fail(start: RowStart) -> None:
+        raise MemoryError("no room for the row")
+
+    rig.decode_and_prefill_in_flight()
+    monkeypatch.setattr(rig.compute, "start_row", fail)
+    rig.deliver(Plan(plan(3, starts=[row(2, [7], [6])], chunks=[PrefillChunk(2, 0, 1, True)])))
+    with pytest.raises(Aborted):
+        rig.worker.step()
+    (farewell,) = [body for body in rig.said() if isinstance(body, Farewell)]
+    assert farewell.cause == "the worker failed outside guarded work: MemoryError: no room for the row"
 
 
 def test_o7_quiesced_is_said_once_every_lane_is_proven_idle(rig: WorkerRig) -> None:

@@ -24,7 +24,7 @@ SCRIPT = Path(__file__).with_name("faulty_worker.py")
 MODEL = Path(__file__).parents[1] / "fixtures" / "tiny-qwen3-austen"
 GUARD_S = 60.0
 """Only a hang takes this long."""
-BOUND_S = 0.2
+BOUND_S = 1.0
 
 CONFIG = WorkerConfig(
     model=str(MODEL),
@@ -125,9 +125,9 @@ def test_plans_are_served_and_the_worker_leaves_with_idle_lanes(rig: Rig) -> Non
 @pytest.mark.parametrize(
     ("fault", "pace", "cause"),
     [
-        ("event_record:1:hang", "eager", f"step 1 did not end within {BOUND_S} s (--gpu-wait-timeout)"),
-        ("event_query:1:hang", "eager", f"collecting results did not end within {BOUND_S} s (--gpu-wait-timeout)"),
-        ("none", "pending", f"step 1 was not complete on lane PRIMARY within {BOUND_S} s (--gpu-wait-timeout)"),
+        ("event_record:1:hang", "eager", f"step 1 did not end within {BOUND_S:g} s (--gpu-wait-timeout)"),
+        ("event_query:1:hang", "eager", f"collecting results did not end within {BOUND_S:g} s (--gpu-wait-timeout)"),
+        ("none", "pending", f"step 1 was not complete on lane PRIMARY within {BOUND_S:g} s (--gpu-wait-timeout)"),
         ("event_query:1:fail", "pending", "event_query returned LAUNCH_FAILED (719)"),
     ],
 )
@@ -136,7 +136,7 @@ def test_e6_o15_a_call_that_hangs_or_fails_ends_the_worker_with_its_cause(
 ) -> None:
     """E3, E6, O15: red when the core learns of the end without its cause, or memory is freed on the way."""
     executor = rig.open(fault, pace)
-    start(executor, wait_timeout=BOUND_S)
+    start(executor, wait_timeout=GUARD_S if fault.endswith("fail") else BOUND_S)
     executor.submit(prompt(1))
     assert cause in death(executor)
     assert "free" not in rig.calls()
@@ -148,7 +148,7 @@ def test_o7_a_quiesce_that_hangs_ends_the_worker(rig: Rig) -> None:
     start(executor, wait_timeout=BOUND_S)
     executor.submit(prompt(1))
     executor.quiesce()
-    assert f"did not end within {BOUND_S} s" in death(executor)
+    assert f"did not end within {BOUND_S:g} s" in death(executor)
     assert not executor.quiesced
 
 
