@@ -39,9 +39,6 @@ class OpenSequences:
         for sequences in self._by_session.values():
             yield from sequences.values()
 
-    def __len__(self) -> int:
-        return sum(map(len, self._by_session.values()))
-
     def find(self, session: int, number: int) -> Sequence | None:
         return self._by_session.get(session, {}).get(number)
 

@@ -21,9 +21,6 @@ class RetireQueue(Generic[T]):
         self._proven = dict.fromkeys(Lane, 0)
         self._waiting: list[tuple[dict[Lane, int], T]] = []
 
-    def __len__(self) -> int:
-        return len(self._waiting)
-
     def retire(self, resource: T, after: Mapping[Lane, int]) -> list[T]:
         """Fence a resource; returns it at once, in a list, when its lanes have been proven already."""
         fence = {lane: sequence for lane, sequence in after.items() if sequence > self._proven[lane]}
