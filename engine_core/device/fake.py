@@ -58,9 +58,13 @@ class FakeCompute:
         max_model_len: int,
         vocab_size: int,
         rings: int,
+        whole_context: bool = True,
     ) -> None:
+        """`whole_context`: announce every page that attention would read, at a cost that grows with the context; else
+        only those whose contents the tokens come from."""
         self._table = table
         self._streams = streams
+        self._whole_context = whole_context
         self._page_size = page_size
         self._vocab = vocab_size
         self._kv = np.zeros((total_pages, page_size), np.uint64)
@@ -84,44 +88,48 @@ class FakeCompute:
         """Nothing to do: each forward copies its rows' tables."""
 
     def forward(self, batch: Batch, ring: int) -> None:
-        """Reads every page of the rows' contexts, writes those of the new positions."""
-        stream = self._streams[batch.lane]
-        first, last = batch.starts // self._page_size, (batch.starts + batch.lengths - 1) // self._page_size
-        columns = np.arange(int(last.max()) + 1)
-        table = batch.page_tables[batch.slots, : len(columns)].copy()
-        clock = self._table.enqueue(stream, lambda: self._run_forward(batch, table, ring))
+        """Reads the pages of the rows' contexts, writes those of the new positions."""
+        stream, page = self._streams[batch.lane], self._page_size
+        first, last = batch.starts // page, (batch.starts + batch.lengths - 1) // page
+        origin = np.zeros_like(first) if self._whole_context else np.maximum(batch.starts - 1, 0) // page
+        columns = origin[:, None] + np.arange(int((last - origin).max()) + 1)
+        table = batch.page_tables[batch.slots[:, None], np.minimum(columns, last[:, None])]
+        clock = self._table.enqueue(stream, lambda: self._run_forward(batch, table, origin, ring))
         self._pages.read(table[columns <= last[:, None]], stream.thread, clock)
         self._pages.write(table[(columns >= first[:, None]) & (columns <= last[:, None])], stream.thread, clock)
         if batch.decode_rows:
             self._slots.read(batch.slots[: batch.decode_rows], stream.thread, clock)
         self._rings[batch.lane].write(np.array([ring], np.int32), stream.thread, clock)
 
-    def _run_forward(self, batch: Batch, table: Int32, ring: int) -> None:
-        decode = batch.decode_rows
+    def _run_forward(self, batch: Batch, table: Int32, origin: Int32, ring: int) -> None:
+        """Column c of `table` holds the pages at column origin + c of the rows' own tables."""
+        decode, shift = batch.decode_rows, origin * self._page_size
+        starts = batch.starts - shift
+        tokens = self._last_token[batch.slots[:decode]]
         values = np.empty(len(batch.slots), np.uint64)
-        values[:decode] = self._step_rows(batch.starts[:decode], table[:decode], self._last_token[batch.slots[:decode]])
+        values[:decode] = self._step_rows(batch.starts[:decode], starts[:decode], table[:decode], tokens)
         offset = 0
         for row in range(decode, len(batch.slots)):
-            length = int(batch.lengths[row])
-            values[row] = self._step_chunk(int(batch.starts[row]), table[row], batch.ids[offset : offset + length])
-            offset += length
+            ids = batch.ids[offset : offset + int(batch.lengths[row])]
+            values[row] = self._step_chunk(int(batch.starts[row]), int(starts[row]), table[row], ids)
+            offset += len(ids)
         self._hidden[batch.lane, ring] = values[batch.sample_rows]
 
-    def _step_rows(self, positions: Int32, table: Int32, tokens: Int32) -> npt.NDArray[np.uint64]:
-        rows = np.arange(len(positions))
-        before = positions - 1
-        values = self._kv[table[rows, before // self._page_size], before % self._page_size]
+    def _step_rows(self, positions: Int32, places: Int32, table: Int32, tokens: Int32) -> npt.NDArray[np.uint64]:
+        """One token a row at `positions`, which are `places` in the rows' part of the table."""
+        rows, before = np.arange(len(positions)), np.maximum(places - 1, 0)
+        values: npt.NDArray[np.uint64] = self._kv[table[rows, before // self._page_size], before % self._page_size]
         values = np.where(positions > 0, values, np.uint64(0))
         values = values + (tokens.astype(np.uint64) + np.uint64(1)) * self._weights[positions]
-        self._kv[table[rows, positions // self._page_size], positions % self._page_size] = values
+        self._kv[table[rows, places // self._page_size], places % self._page_size] = values
         return values
 
-    def _step_chunk(self, start: int, pages: Int32, tokens: Int32) -> np.uint64:
-        before = self._kv[pages[(start - 1) // self._page_size], (start - 1) % self._page_size] if start else 0
-        positions = np.arange(start, start + len(tokens))
-        values = (tokens.astype(np.uint64) + np.uint64(1)) * self._weights[positions]
+    def _step_chunk(self, start: int, place: int, pages: Int32, tokens: Int32) -> np.uint64:
+        before = self._kv[pages[(place - 1) // self._page_size], (place - 1) % self._page_size] if start else 0
+        values = (tokens.astype(np.uint64) + np.uint64(1)) * self._weights[start : start + len(tokens)]
         values = np.cumsum(values, dtype=np.uint64) + np.uint64(before)
-        self._kv[pages[positions // self._page_size], positions % self._page_size] = values
+        places = np.arange(place, place + len(tokens))
+        self._kv[pages[places // self._page_size], places % self._page_size] = values
         return np.uint64(values[-1])
 
     def sample(self, batch: Batch, ring: int) -> None:
@@ -196,6 +204,7 @@ def open_on(table: FakeTable, config: WorkerConfig, watch: Watch, progress: Call
         max_model_len=max_model_len,
         vocab_size=model.vocab_size,
         rings=config.async_depth + 1,
+        whole_context=False,
     )
     progress("fake model", 1, 1)
     return Device(

@@ -47,7 +47,9 @@ class Script:
 class RunnerRig:
     """`green` gives the prefill lane a Green Context's stream; `overlap` False leaves it out."""
 
-    def __init__(self, script: Script | None = None, *, overlap: bool = True, depth: int = 3) -> None:
+    def __init__(
+        self, script: Script | None = None, *, overlap: bool = True, depth: int = 3, whole_context: bool = True
+    ) -> None:
         self.script = Script() if script is None else script
         self.table = FakeTable(self.script)
         _, primary = self.table.stream_create(0, 0)
@@ -68,6 +70,7 @@ class RunnerRig:
             max_model_len=CONTEXT,
             vocab_size=VOCAB,
             rings=depth + 1,
+            whole_context=whole_context,
         )
         self.drops = DropQueue()
         self.lanes = Lanes(Driver(self.table, Unbounded()), lane_streams, self.abort)

@@ -40,6 +40,14 @@ def test_chunks_and_batches_give_the_tokens_of_a_row_alone() -> None:
     assert [drawn[1][0], drawn[2][1], drawn[3][0], drawn[4][0], drawn[5][0], drawn[6][0]] == alone
 
 
+def test_the_served_fake_device_draws_what_the_simulated_one_draws() -> None:
+    """Red when a row's window into its page table is off by a page: tokens would come from other KV."""
+    for length in (1, 3, 4, 5, 8, 9):
+        ids = list(range(20, 20 + length))
+        served = prefill_then_decode(RunnerRig(whole_context=False), ids, 12)
+        assert served == prefill_then_decode(RunnerRig(), ids, 12)
+
+
 def test_l6_decode_goes_on_while_a_prefill_is_in_flight() -> None:
     """L6, O8: red when a decode step waits for the prefill, or the prefill samples before it is complete."""
     script = Script(eager=False)
