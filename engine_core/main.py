@@ -30,7 +30,7 @@ from engine_core.engine import Engine
 from engine_core.errors import ConfigError, describe_chain
 from engine_core.executor.channel import Loading, Ready
 from engine_core.executor.processes import set_title, worker_command
-from engine_core.executor.sockets import claim, private_folder
+from engine_core.executor.sockets import claim_private, private_folder
 from engine_core.executor.zmq import ZmqExecutor
 from engine_core.health import Health
 from engine_core.host import EngineHost, Publish
@@ -94,7 +94,7 @@ class EngineProcess:
         self._service = EngineService(self._host, health, self._info, draw_seed=functools.partial(secrets.randbits, 64))
         server = build_server(self._service, health)
         if self._config.uds is not None:
-            claim(Path(self._config.uds))
+            claim_private(Path(self._config.uds))
             self._address = bind_unix(server, self._config.uds)
         else:
             self._address = bind(server, self._config.host, self._config.port)

@@ -200,6 +200,6 @@ def _report(address: str, error: grpc.RpcError) -> int:
     """The status and its reason; for a server that isn't there, what to do."""
     code, details = error.code(), error.details()
     sys.stderr.write(f"error: {code.name}: {details}\n")
-    if code is grpc.StatusCode.UNAVAILABLE:
+    if code is grpc.StatusCode.UNAVAILABLE and "failed to connect" in (details or ""):
         sys.stderr.write(f"is a server running at {address}? `greenlane serve --model …` starts one\n")
     return FAILED

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import socket
 import subprocess
 import sys
@@ -40,7 +41,7 @@ class Finding:
 def check_machine(model: str | None, device: str, ports: Sequence[int]) -> list[Finding]:
     """Look at everything; touches no GPU state and starts no server."""
     torch = _probe_torch()
-    findings = [_python(), _torch(torch), _driver(), _gpu(torch, device), _lanes(torch)]
+    findings = [_python(), _torch(torch), _driver(), _device(device), _gpu(torch, device), _lanes(torch)]
     if model is not None:
         findings.append(_model(model, device))
     return [*findings, *(_port(port) for port in ports)]
@@ -106,6 +107,11 @@ def _gpu(probed: dict[str, Any] | str, device: str) -> Finding:
         return Finding("GPU", False if wanted else None, "none that torch can use; --device cpu and --device fake work")
     names = [f"{gpu['name']} (sm {gpu['capability']}, {gpu['memory_bytes'] / GIB:.0f} GiB)" for gpu in gpus]
     return Finding("GPU", None, ", ".join(names))
+
+
+def _device(device: str) -> Finding:
+    known = re.fullmatch(r"cpu|fake|cuda(:\d{1,3})?", device) is not None
+    return Finding("device", known, device if known else f"{device!r} is none of cpu, cuda, cuda:N and fake")
 
 
 def _lanes(probed: dict[str, Any] | str) -> Finding:

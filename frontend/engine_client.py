@@ -128,7 +128,7 @@ class EngineClient:
             self._runner.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._runner
-        await self._lose(ClientState.CLOSED, "the frontend is stopping")
+        await self._lose(ClientState.CLOSED, "the server was stopped before the request had ended")
 
     # -------------------------- requests
 
@@ -327,7 +327,8 @@ class EngineClient:
         await self._set_state(state)
         self._session = None
         if session is not None:
-            session.fail(ApiError(Code.UNAVAILABLE, f"the engine core was lost: {reason}", retry_after_s=1.0))
+            cause = reason if state is ClientState.CLOSED else f"the engine core was lost: {reason}"
+            session.fail(ApiError(Code.UNAVAILABLE, cause, retry_after_s=1.0))
 
     async def _set_state(self, state: ClientState) -> None:
         if state is self.state:

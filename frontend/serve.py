@@ -11,6 +11,7 @@ import ipaddress
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -41,6 +42,8 @@ class Plan:
     """Command line of the engine core."""
     frontends: list[list[str]]
     start_timeout: float
+    ports: list[int]
+    """Of all frontends; those that may be any are left out."""
 
 
 def serve(given: Mapping[str, Value], config: Path | None, ready_fd: int | None) -> int:
@@ -50,6 +53,8 @@ def serve(given: Mapping[str, Value], config: Path | None, ready_fd: int | None)
         plan = make_plan({**(read_config_file(config) if config else {}), **given}, folder)
         for argv in (plan.engine, *plan.frontends[:1]):
             check_flags(argv)
+        for port in plan.ports:
+            check_port(port)
         finish = run_supervisor(functools.partial(_hands, plan, ready_fd))
         say(finish.cause)
         return finish.status
@@ -87,7 +92,25 @@ def make_plan(values: Mapping[str, Value], folder: Path) -> Plan:
         engine=[*python, "engine_core", "engine", *_listen(address), *child_argv(values, To.ENGINE)],
         frontends=frontends,
         start_timeout=_seconds(values, "start_timeout"),
+        ports=[
+            int(str(port))
+            for place in range(count)
+            for port in map(_ports(values, place).get, ("port", "grpc_port"))
+            if port != "0"
+        ],
     )
+
+
+def check_port(port: int) -> None:
+    """Raise ConfigError for a port that is taken now; the process that is to have it binds it later all the same."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ConfigError(
+                f"port {port}: {os.strerror(error.errno or 0).lower()}; choose others with --port and --grpc-port"
+            ) from error
 
 
 def _listen(address: str) -> list[str]:

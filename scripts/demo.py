@@ -65,12 +65,14 @@ def summary(server: Serving) -> str:
 
 
 def how_to_talk(server: Serving) -> str:
-    body = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "stream": true}'
-    call = '{"chat": {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}}'
+    body = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "temperature": 0, "stream": true}'
+    call = (
+        '{"chat": {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}, "sampling": {"temperature": 0}}'
+    )
     return "\n".join(
         [
             "\nThe server stays up. Talk to it:",
-            f"  .venv/bin/greenlane chat --address {server.grpc}",
+            f"  .venv/bin/greenlane chat --address {server.grpc} --temperature 0",
             f"  curl -N {server.http}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
             f"  grpcurl -plaintext -d '{call}' {server.grpc} greenlane.text.v1.Text/Generate",
             f"Stop it: kill {server.process.pid}",

@@ -42,6 +42,12 @@ def check_private(folder: Path) -> None:
         raise ConfigError(f"the socket folder {folder} must be yours and of mode 0700: chmod 700 {folder}")
 
 
+def claim_private(path: Path) -> None:
+    """`claim` a path in a folder that must be this user's own and closed to others. Raises ConfigError."""
+    check_private(path.absolute().parent)
+    claim(path)
+
+
 def claim(path: Path) -> None:
     """Make `path` free for a bind: a dead process's socket is unlinked, anything else there is refused.
 

@@ -35,7 +35,7 @@ from engine_core.executor.channel import (
 )
 from engine_core.executor.frames import EXIT_GRACE_S, PeerLost, ZmqFrames, connect_worker
 from engine_core.executor.processes import Command, WorkerProcess, describe_exit
-from engine_core.executor.sockets import check_private, claim
+from engine_core.executor.sockets import claim_private
 from engine_core.log import event
 from engine_core.step import StepPlan, StepResult
 
@@ -71,8 +71,7 @@ class ZmqExecutor:
         start_timeout: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        check_private(path.parent)
-        claim(path)
+        claim_private(path)
         self._path = path
         self._command = command
         self._wake_fd = wake_fd

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -67,12 +68,14 @@ def device_opener(device: str) -> OpenDevice:
 
         return fake.open_device
     if kind == "cuda":
+        from engine_core.device.cuda import require_gpu
+
+        require_gpu(device)
         try:
             from engine_core.device.cuda import opening
         except ImportError as error:
             raise ConfigError(
-                f"--device {device} needs an NVIDIA GPU and the cuda extra ({error}): pip install 'greenlane[cuda]', "
-                "or use --device cpu"
+                f"--device {device} needs the cuda extra ({error}): pip install 'greenlane[cuda]'"
             ) from error
         return opening.open_device
     raise ConfigError(f"--device {device} is unknown; use cpu, cuda, cuda:N or fake")
@@ -194,7 +197,11 @@ def main(arguments: list[str]) -> int:
     configure(options.log_level)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN if options.parent_pid is not None else signal.SIG_DFL)
-    frames = connect_worker(options.connect)
+    try:
+        frames = connect_worker(options.connect)
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_REFUSED
     try:
         return _serve(frames, FrameChannel(frames), options.rank, options.control_fd)
     except PeerLost as error:

@@ -141,19 +141,22 @@ def test_ctrl_c_stops_the_answer_and_keeps_it(served: tuple[TextServer, str]) ->
     """Red if Ctrl-C leaves the request running in the server, or throws the partial answer away."""
     service, address = served
     ended = futures.Future[bool]()
+    out = io.StringIO()
 
     def endless(
         request: text_pb2.GenerateRequest, context: grpc.ServicerContext
     ) -> Iterator[text_pb2.GenerateResponse]:
         context.add_callback(lambda: ended.set_result(True))
         yield delta("So", [1])
+        while out.getvalue() != "So" and context.is_active():
+            os.sched_yield()
         os.kill(os.getpid(), signal.SIGINT)
         ended.result(timeout=60)
 
     service.script = endless
     with grpc.insecure_channel(address) as channel:
         session = ChatSession(address)
-        answer = session.ask(text_pb2_grpc.TextStub(channel), "talk", io.StringIO())
+        answer = session.ask(text_pb2_grpc.TextStub(channel), "talk", out)
     assert answer.stopped
     assert ended.result(timeout=60)
     assert session.messages[-1].role == "assistant"
