@@ -261,6 +261,8 @@ class ZmqExecutor:
             self._channel.send(body)
         except ProtocolViolation as error:
             self.wait(0)
+            if self._process is not None and self._process.wait(DEATH_GRACE_S) is not None:
+                self._lost = True  # its threads may end a moment after it
             while self._lost and self._receive() is not None:
                 pass
             raise (
