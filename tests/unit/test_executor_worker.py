@@ -129,8 +129,20 @@ def death(executor: ZmqExecutor) -> str:
     return describe_chain(caught.value)
 
 
+def workers() -> list[psutil.Process]:
+    """Scripted workers of this process, which other tests' servers are children of, too."""
+    return [child for child in psutil.Process().children() if any("scripted_worker" in word for word in _words(child))]
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []  # it has just ended
+
+
 def worker_of(executor: ZmqExecutor) -> psutil.Process:
-    (child,) = psutil.Process().children()
+    (child,) = workers()
     return child
 
 
@@ -208,7 +220,7 @@ def test_start_up_is_bounded(rig: Rig, scenario: str) -> None:
     executor = rig.executor(scenario, start_timeout=0.5)
     with pytest.raises(EngineDead, match=r"wasn't ready within 0\.5 s \(--start-timeout\)"):
         executor.start(CONFIG, lambda loading: None)
-    assert not any(child.status() == psutil.STATUS_RUNNING for child in psutil.Process().children())
+    assert not any(child.status() == psutil.STATUS_RUNNING for child in workers())
 
 
 def test_start_up_can_be_called_off(rig: Rig) -> None:
