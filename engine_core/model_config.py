@@ -7,7 +7,6 @@ Imports no torch; refuses an architecture or a value that the decoder doesn't se
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,9 @@ from engine_core.errors import ConfigError
 from engine_core.request import SamplingDefaults
 
 MAX_JSON_BYTES = 4 << 20
+MOST = {"num_hidden_layers": 1024, "max_position_embeddings": 1 << 24}
+MOST_ELSE = 1 << 24
+"""Beyond any model; what is computed or allocated from these stays bounded."""
 ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
 
 
@@ -70,6 +72,8 @@ class ModelConfig:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file of at most 4 MiB; raises ConfigError naming the file."""
     try:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path} is no regular file")
         if path.stat().st_size > MAX_JSON_BYTES:
             raise ConfigError(f"{path} is larger than {MAX_JSON_BYTES} bytes; this is no model configuration")
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -77,7 +81,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path} is missing; --model must name a folder with config.json and safetensors files"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} can't be read: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path} must hold a JSON object")
@@ -86,15 +90,19 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _positive(data: dict[str, Any], name: str, default: int | None = None) -> int:
     value = data.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
-        raise ConfigError(f"config.json: {name} is {value!r}; it must be a positive integer")
+    most = MOST.get(name, MOST_ELSE)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
+        shown = repr(value)
+        raise ConfigError(f"config.json: {name} is {shown[:40]}; it must be a positive integer, at most {most}")
     return value
 
 
-def _real(data: dict[str, Any], name: str, default: float) -> float:
+def _real(data: dict[str, Any], name: str, default: float, low: float = 1e-30, high: float = 1e30) -> float:
+    """A number from `low` to `high`; the bounds keep what is computed from it finite."""
     value = data.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-        raise ConfigError(f"config.json: {name} is {value!r}; it must be a positive number")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        shown = value if isinstance(value, float) or len(repr(value)) < 40 else "out of range"
+        raise ConfigError(f"config.json: {name} is {shown!r}; it must be a number from {low:g} to {high:g}")
     return float(value)
 
 
@@ -112,7 +120,7 @@ def _rope(data: dict[str, Any], max_position: int) -> RopeConfig:
     spec = data.get("rope_parameters") or data.get("rope_scaling") or {}
     if not isinstance(spec, dict):
         raise ConfigError(f"config.json: rope_parameters is {spec!r}; it must be an object")
-    theta = _real(spec, "rope_theta", _real(data, "rope_theta", 10000.0))
+    theta = _real(spec, "rope_theta", _real(data, "rope_theta", 10000.0, 1.001), 1.001)
     kind = spec.get("rope_type", spec.get("type", "default")) or "default"
     if kind == "default":
         return RopeConfig(theta)
@@ -128,12 +136,12 @@ def _rope(data: dict[str, Any], max_position: int) -> RopeConfig:
     return RopeConfig(
         theta=theta,
         kind=kind,
-        factor=_real(spec, "factor", 1.0),
+        factor=_real(spec, "factor", 1.0, 1e-3, 1e6),
         low_freq_factor=_real(spec, "low_freq_factor", 1.0),
         high_freq_factor=_real(spec, "high_freq_factor", 4.0),
         original_max_position=original,
-        beta_fast=_real(spec, "beta_fast", 32.0),
-        beta_slow=_real(spec, "beta_slow", 1.0),
+        beta_fast=_real(spec, "beta_fast", 32.0, 1e-3, 1e6),
+        beta_slow=_real(spec, "beta_slow", 1.0, 1e-3, 1e6),
         attention_factor=optional("attention_factor"),
         mscale=optional("mscale"),
         mscale_all_dim=optional("mscale_all_dim"),

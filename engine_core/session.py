@@ -36,6 +36,8 @@ from engine_core.request import (
     resolve,
 )
 
+MAX_ADDS = 256
+"""Of one message: what it costs to check them may not hold up other sessions."""
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_UNACKED_BYTES = 8 << 20
@@ -98,6 +100,8 @@ class Session:
         self._check_hello(message)
         if message.HasField("ack"):
             self._acknowledge(message.ack)
+        if len(message.adds) > MAX_ADDS:
+            raise _violation(f"a message holds {len(message.adds)} adds; at most {MAX_ADDS} are allowed")
         commands: list[Command] = []
         for add in message.adds:
             request = self._add(add, now)

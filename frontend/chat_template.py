@@ -90,7 +90,7 @@ class ChatTemplate:
         try:
             self._template = _compile(environment, source)
             self._tool_template = self._template if tool_source is None else _compile(environment, tool_source)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, RecursionError) as error:
             raise ConfigError(f"the model's chat template is malformed: {error}") from error
 
     @classmethod

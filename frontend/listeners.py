@@ -27,6 +27,8 @@ from frontend.text_service import SERVICE, TextService
 
 BACKLOG = 2048
 KEEP_ALIVE_S = 30
+HEAD_S = 30.0
+"""For the request line and headers to arrive, from the connection or from the request's first byte."""
 MAX_HEAD_BYTES = 64 << 10
 MAX_UNWANTED_BYTES = 32 << 20
 STOP_S = 2
@@ -63,11 +65,30 @@ class HttpProtocol(HttpToolsProtocol):
     """uvicorn's connection, with bounds on what comes before a body and after its refusal, and refusals as JSON."""
 
     _in_head = False
+    _head_timer: asyncio.TimerHandle | None = None
     _declared = False
     _unwanted = 0
     """Bytes of a body that came after its refusal."""
     _head_bytes = 0
     """Received since the request began, as long as its headers aren't complete; the piece it began in not counted."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._limit_head()
+
+    def _limit_head(self) -> None:
+        """A request's head is complete soon, or the connection is closed: half-open ones may not pile up."""
+        self._in_head = True
+        self._head_timer = asyncio.get_running_loop().call_later(HEAD_S, self._head_is_late)
+
+    def _head_is_late(self) -> None:
+        if self._in_head and not self.transport.is_closing():
+            self.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         self._head_bytes += len(data)
@@ -77,10 +98,15 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_head, self._head_bytes = True, 0
+        if self._head_timer is None:
+            self._limit_head()
+        self._head_bytes = 0
 
     def on_headers_complete(self) -> None:
         self._in_head, self._unwanted = False, 0
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
         self._declared = any(name == b"content-length" for name, _ in self.headers)
         super().on_headers_complete()
 

@@ -7,6 +7,7 @@ raises ProtocolViolation, after which the session must be failed. Knows neither 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,8 @@ from frontend.wire import ProtocolViolation, api_error, column, logprob_rows
 PROTOCOL_VERSION = 1
 MAX_UNSENT_BYTES = 64 << 20
 """Requests waiting for the transport, while it makes no progress."""
+MAX_ADDS = 256
+"""Requests in one message: the engine core takes no more."""
 MAX_UNREAD = 1 << 17
 """Tokens, or with logprobs alternatives, that a request's reader may leave unread over all its sequences …"""
 MIN_UNREAD_TOKENS = 256
@@ -81,6 +84,7 @@ class Session:
             )
         sampling = add.sampling
         count = sampling.n if sampling.HasField("n") else 1
+        self._check_room(count)
         add.number = self._next_number
         self._next_number += count
         unread_limit = max(MIN_UNREAD_TOKENS, MAX_UNREAD // (count * (1 + sampling.logprobs)))
@@ -90,6 +94,18 @@ class Session:
         self._unsent_bytes += size
         self._on_due()
         return stream
+
+    def _check_room(self, count: int) -> None:
+        """Refuse here what the engine core could not even queue, instead of asking it thousands of times."""
+        limits = self.info.limits
+        most = limits.max_queue + limits.max_num_seqs
+        if most and count <= most < len(self._sequences) + count:
+            raise ApiError(
+                Code.RESOURCE_EXHAUSTED,
+                f"{len(self._sequences)} sequences are open and {count} more exceed the {most} that the server runs "
+                "and queues at once; retry later",
+                retry_after_s=1.0,
+            )
 
     def abort(self, stream: RequestStream) -> None:
         """End what is open of a request; it gets nothing more. Idempotent, also for another session's request."""
@@ -131,7 +147,7 @@ class Session:
             return None
         message = pb.SessionRequest()
         room = self.max_add_bytes
-        for number in list(self._adds):
+        for number in list(itertools.islice(self._adds, MAX_ADDS)):
             add, size = self._adds[number]
             if size - ADD_OVERHEAD > room:
                 break

@@ -56,7 +56,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         if path.stat().st_size > MAX_CONFIG_BYTES:
             raise ConfigError(f"{path} is larger than {MAX_CONFIG_BYTES} bytes; this is no tokenizer configuration")
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} can't be read: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path} must hold a JSON object")

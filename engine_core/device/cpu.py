@@ -6,6 +6,7 @@ one in which nothing is ever pending.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -93,6 +94,7 @@ def open_device(config: WorkerConfig, watch: Watch, progress: Callable[[str, int
     torch.set_num_threads(threads)
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     pages, max_model_len = page_budget(config, model_config, dtype.itemsize)
+    model_config = dataclasses.replace(model_config, max_position=max_model_len)  # no tables beyond what is served
     model = load_model(
         folder,
         model_config,

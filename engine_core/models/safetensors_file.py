@@ -102,6 +102,8 @@ def _indexed(folder: Path) -> list[Shard]:
 def read_header(path: Path) -> Shard:
     """A file's tensors, after its header was checked against its size. Raises ConfigError."""
     try:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path} is no regular file")
         size = path.stat().st_size
         with path.open("rb") as file:
             head = file.read(8)

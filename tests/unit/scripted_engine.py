@@ -23,7 +23,7 @@ FIXTURE = Path(__file__).parents[1] / "fixtures" / "tiny-qwen3-austen"
 def info(**changes: Any) -> pb.GetInfoResponse:
     """What the scripted engine core serves, with some fields changed."""
     limits = pb.Limits(
-        max_model_len=2048, max_num_seqs=256, max_message_bytes=1 << 20, max_unacked_bytes=8 << 20, max_queue=64
+        max_model_len=2048, max_num_seqs=256, max_message_bytes=1 << 20, max_unacked_bytes=8 << 20, max_queue=1 << 20
     )
     fields: dict[str, Any] = {
         "state": pb.ENGINE_STATE_SERVING,

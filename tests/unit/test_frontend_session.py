@@ -10,7 +10,7 @@ import pytest
 from greenlane.engine.v1 import engine_pb2 as pb
 
 from frontend.request import ApiError, Code, Sampling, TextRequest
-from frontend.session import MAX_UNSENT_BYTES, Session
+from frontend.session import MAX_ADDS, MAX_UNSENT_BYTES, Session
 from frontend.wire import ProtocolViolation, build_add, prefix_chain
 from tests.unit.scripted_engine import finish, info, step_output
 
@@ -54,6 +54,26 @@ def test_messages_stay_within_their_limit() -> None:
     assert all(message.ByteSize() <= MIB for message in messages)
     assert len(messages) > 1
     assert sorted(aborted) == list(range(1, 201 + 1200 * 128))
+
+
+def test_more_than_the_server_can_hold_is_refused_here() -> None:
+    """Red if a burst of prompts is sent on, to come back as tens of thousands of refusals that drown the session."""
+    front = session()
+    front.info.limits.max_queue, front.info.limits.max_num_seqs = 8, 4
+    first = front.add(add(sampling=Sampling(n=10)))
+    with pytest.raises(ApiError, match="10 sequences are open and 3 more exceed the 12") as refused:
+        front.add(add(sampling=Sampling(n=3)))
+    assert refused.value.code is Code.RESOURCE_EXHAUSTED
+    front.abort(first)
+    front.add(add(sampling=Sampling(n=12)))
+
+
+def test_a_message_holds_no_more_adds_than_the_engine_core_takes() -> None:
+    """Red if many small requests are packed into one message, which the engine core refuses."""
+    front = session()
+    for _ in range(MAX_ADDS + 1):
+        front.add(add([1]))
+    assert [len(message.adds) for message in everything(front)] == [MAX_ADDS, 1]
 
 
 def test_the_largest_prompt_fits_and_drops_its_hashes_first() -> None:

@@ -12,7 +12,7 @@ from greenlane.engine.v1 import engine_pb2 as pb
 
 from engine_core.errors import StatusCode
 from engine_core.request import Abort, CloseSession, Finish, ModelLimits, Output, Request, prefix_chain
-from engine_core.session import HEARTBEAT_S, HELLO_S, Session, SessionBroken
+from engine_core.session import HEARTBEAT_S, HELLO_S, MAX_ADDS, Session, SessionBroken
 
 LIMITS = ModelLimits(vocab_size=1000, max_model_len=128, page_size=4, total_pages=64)
 HELLO = pb.SessionRequest(hello=pb.Hello(protocol_version=1, client_name="test"))
@@ -322,7 +322,7 @@ def test_acks_may_not_go_back() -> None:
 def test_refusals_count_against_the_bound_too() -> None:
     """Red when a client that only sends bad requests can make the core queue answers without end."""
     session = opened(max_unacked_bytes=8 << 10)
-    flood = pb.SessionRequest(adds=[pb.AddRequest(number=number) for number in range(1000)])
+    flood = pb.SessionRequest(adds=[pb.AddRequest(number=number) for number in range(MAX_ADDS)])
     with pytest.raises(SessionBroken, match="unacknowledged"):
         session.receive(flood, 0.0)
 
@@ -330,3 +330,10 @@ def test_refusals_count_against_the_bound_too() -> None:
 def tokens(step: int, rows: int = 64) -> Output:
     numbers = np.arange(rows, dtype=np.uint64)
     return Output(7, step, numbers=numbers, tokens=np.full(rows, step, np.int32), finishes=[Finish(1, 1, 1, 1, 0)])
+
+
+def test_too_many_adds_in_one_message_break_the_session() -> None:
+    """Red if one message may hold up every other session while its adds are checked."""
+    one = [pb.AddRequest(number=number, prompt_ids=packed(1)) for number in range(1, MAX_ADDS + 2)]
+    break_with(opened(), pb.SessionRequest(adds=one), StatusCode.INVALID_ARGUMENT, "at most 256 are allowed")
+    assert len(opened().receive(pb.SessionRequest(adds=one[:-1]), 0.0)) == MAX_ADDS
