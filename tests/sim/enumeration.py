@@ -6,6 +6,7 @@ A job is a value that names its share, so that several processes can work on one
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import logging
 from collections import Counter
@@ -96,7 +97,14 @@ def _guarded_calls(scenario: Scenario, mode: str, depth: int) -> dict[str, int]:
 def run(job: Job) -> Counter[str]:
     """Play the job's cases and check each; how many came out how. The first that is wrong raises, and says which."""
     logging.disable()
-    scenario = job.find()
+    gc.disable()  # a simulation frees itself but for a few cycles, and a job's remain small
+    try:
+        return _run(job, job.find())
+    finally:
+        gc.enable()
+
+
+def _run(job: Job, scenario: Scenario) -> Counter[str]:
     if job.table == PYTHON:
         return _python_errors(job, scenario)
     calls = range(1 + job.share, calls_of(scenario, job.mode, job.depth) + 1, SHARES)
