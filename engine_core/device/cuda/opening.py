@@ -21,9 +21,10 @@ from engine_core.device.cuda.driver import CudaTable
 from engine_core.device.cuda.graphs import CHUNK_SIZES, DECODE_SIZES, GraphPool, buckets
 from engine_core.device.cuda.rows import DeviceRows
 from engine_core.device.cuda.staging import Staging
-from engine_core.device.driver import STREAM_NON_BLOCKING, Driver, Watch
-from engine_core.device.green import DEFAULT_DECODE_SMS, SM_ALIGNMENT, GreenPartition, split
+from engine_core.device.driver import Driver, Watch
+from engine_core.device.green import SM_ALIGNMENT, GreenPartition
 from engine_core.device.lanes import LaneStream
+from engine_core.device.streams import open_streams
 from engine_core.errors import ConfigError
 from engine_core.model_config import ModelConfig, load_model_config
 from engine_core.models.layers import rotary_frequencies
@@ -124,28 +125,6 @@ def _check(config: WorkerConfig, model: ModelConfig, ordinal: int) -> Any:
     return properties
 
 
-def _streams(
-    config: WorkerConfig, driver: Driver, created: ExitStack
-) -> tuple[dict[Lane, LaneStream], GreenPartition | None]:
-    """The primary stream is one of its own, of high priority (rules L3, L4); the prefill lane's is as the mode says."""
-    least, greatest = driver.call("stream_priority_range")
-
-    def stream(priority: int) -> LaneStream:
-        made = driver.call("stream_create", STREAM_NON_BLOCKING, priority)
-        created.callback(driver.call, "stream_destroy", made)
-        return LaneStream(made)
-
-    streams = {Lane.PRIMARY: stream(greatest)}
-    if config.decode_overlap == "stream":
-        streams[Lane.PREFILL] = stream(least)
-    if config.decode_overlap != "green":
-        return streams, None
-    partition = split(driver, config.decode_sms or DEFAULT_DECODE_SMS)
-    created.callback(partition.close)
-    streams[Lane.PREFILL] = partition.prefill
-    return streams, partition
-
-
 def _open(
     config: WorkerConfig,
     model: ModelConfig,
@@ -156,7 +135,7 @@ def _open(
     progress: Progress,
 ) -> _Opened:
     device = torch.device("cuda", ordinal)
-    streams, partition = _streams(config, driver, created)
+    streams, partition = open_streams(driver, config.decode_overlap, config.decode_sms, created)
     parameters = load_parameters(
         Path(config.model),
         model,
