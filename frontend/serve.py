@@ -42,8 +42,8 @@ class Plan:
     """Command line of the engine core."""
     frontends: list[list[str]]
     start_timeout: float
-    ports: list[int]
-    """Of all frontends; those that may be any are left out."""
+    ports: list[tuple[str, int]]
+    """Flags and ports of all frontends; those that may be any are left out."""
 
 
 def serve(given: Mapping[str, Value], config: Path | None, ready_fd: int | None) -> int:
@@ -53,8 +53,8 @@ def serve(given: Mapping[str, Value], config: Path | None, ready_fd: int | None)
         plan = make_plan({**(read_config_file(config) if config else {}), **given}, folder)
         for argv in (plan.engine, *plan.frontends[:1]):
             check_flags(argv)
-        for port in plan.ports:
-            check_port(port)
+        for flag, port in plan.ports:
+            check_port(flag, port)
         finish = run_supervisor(functools.partial(_hands, plan, ready_fd))
         say(finish.cause)
         return finish.status
@@ -93,15 +93,15 @@ def make_plan(values: Mapping[str, Value], folder: Path) -> Plan:
         frontends=frontends,
         start_timeout=_seconds(values, "start_timeout"),
         ports=[
-            int(str(port))
-            for place in range(count)
-            for port in map(_ports(values, place).get, ("port", "grpc_port"))
-            if port != "0"
+            (flag, int(str(ports[key])))
+            for ports in (_ports(values, place) for place in range(count))
+            for flag, key in (("--port", "port"), ("--grpc-port", "grpc_port"))
+            if ports[key] != "0"
         ],
     )
 
 
-def check_port(port: int) -> None:
+def check_port(flag: str, port: int) -> None:
     """Raise ConfigError for a port that is taken now; the process that is to have it binds it later all the same."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -109,7 +109,7 @@ def check_port(port: int) -> None:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
             raise ConfigError(
-                f"port {port}: {os.strerror(error.errno or 0).lower()}; choose others with --port and --grpc-port"
+                f"{flag} {port}: {os.strerror(error.errno or 0).lower()}; choose others with --port and --grpc-port"
             ) from error
 
 

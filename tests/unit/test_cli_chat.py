@@ -137,7 +137,7 @@ def test_values_that_the_wire_cannot_carry(served: tuple[TextServer, str]) -> No
     assert "error:" in err
 
 
-def test_ctrl_c_stops_the_answer_and_keeps_it(served: tuple[TextServer, str]) -> None:
+def test_ctrl_c_stops_the_answer_and_keeps_it(served: tuple[TextServer, str], request: pytest.FixtureRequest) -> None:
     """Red if Ctrl-C leaves the request running in the server, or throws the partial answer away."""
     service, address = served
     ended = futures.Future[bool]()
@@ -154,6 +154,8 @@ def test_ctrl_c_stops_the_answer_and_keeps_it(served: tuple[TextServer, str]) ->
         ended.result(timeout=60)
 
     service.script = endless
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a process of its own
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     with grpc.insecure_channel(address) as channel:
         session = ChatSession(address)
         answer = session.ask(text_pb2_grpc.TextStub(channel), "talk", out)
