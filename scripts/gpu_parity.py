@@ -20,17 +20,16 @@ from typing import Any
 import numpy as np
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this file is run as a script
 
-from engine_core.config import WorkerConfig  # noqa: E402
-from engine_core.device.fail_stop import Unbounded  # noqa: E402
-from engine_core.model_config import load_model_config  # noqa: E402
-from engine_core.models.weights import load_model  # noqa: E402
-from engine_core.ops.attention import CpuAttention, PagedKV  # noqa: E402
-from engine_core.step import PrefillChunk, RowSampling, RowStart, StepPlan, StepResult  # noqa: E402
-from engine_core.worker.runner import Runner  # noqa: E402
-from engine_core.worker.worker import build_runner, device_opener  # noqa: E402
+from engine_core.config import WorkerConfig
+from engine_core.device.fail_stop import Unbounded
+from engine_core.model_config import load_model_config
+from engine_core.models.weights import load_model
+from engine_core.ops.attention import CpuAttention, PagedKV
+from engine_core.step import PrefillChunk, RowSampling, RowStart, StepPlan, StepResult
+from engine_core.worker.runner import Runner
+from engine_core.worker.worker import build_runner, device_opener
 
 BOUND = 0.02
 PAGE = 16

@@ -34,7 +34,6 @@ class Script:
     def __init__(self, eager: bool = True) -> None:
         self.eager = eager
         self.faults: dict[str, tuple[int, bool]] = {}
-        self.query_runs: dict[int, int] = {}
 
     def fault(self, call: str) -> tuple[int, bool] | None:
         return self.faults.get(call)
