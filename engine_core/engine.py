@@ -12,9 +12,7 @@ from dataclasses import dataclass
 
 from engine_core.errors import Rejected, RejectReason, StatusCode, describe_chain
 from engine_core.executor.base import Executor
-from engine_core.flight import ResultMismatch
 from engine_core.ledger import Ledger
-from engine_core.outputs import Events, OutputBuffer
 from engine_core.request import (
     FINISH_REJECTED,
     Abort,
@@ -26,8 +24,10 @@ from engine_core.request import (
     Output,
     Request,
 )
-from engine_core.scheduler import Scheduler
-from engine_core.sequence import Ended
+from engine_core.scheduling.flight import ResultMismatch
+from engine_core.scheduling.outputs import Events, OutputBuffer
+from engine_core.scheduling.scheduler import Scheduler
+from engine_core.scheduling.sequence import Ended
 from engine_core.step import StepResult
 
 

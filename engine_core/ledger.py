@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from engine_core.outputs import Events, Started
 from engine_core.request import FINISH_ABORT, FINISH_ERROR, FINISH_LENGTH, FINISH_STOP
-from engine_core.sequence import Ended, Sequence
+from engine_core.scheduling.outputs import Events, Started
+from engine_core.scheduling.sequence import Ended, Sequence
 
 
 class LedgerError(Exception):

@@ -39,7 +39,7 @@ from engine_core.log import configure, event
 from engine_core.model_config import ModelConfig
 from engine_core.progress import Progress
 from engine_core.request import MAX_LOGPROBS, ModelLimits, Output
-from engine_core.scheduler import Scheduler
+from engine_core.scheduling.scheduler import Scheduler
 from engine_core.service import DRAIN_CAP_S, ENGINE_SERVICE, EngineService, State, bind, bind_unix, build_server
 from engine_core.session import MAX_MESSAGE_BYTES, MAX_UNACKED_BYTES
 

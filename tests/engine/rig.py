@@ -19,7 +19,7 @@ from engine_core.request import (
     SamplingParams,
     prefix_chain,
 )
-from engine_core.scheduler import Scheduler
+from engine_core.scheduling.scheduler import Scheduler
 from tests.engine.simulated_worker import EOS, SimulatedWorker, params
 
 

@@ -10,7 +10,7 @@ import pytest
 from engine_core.errors import EngineDead, StatusCode, describe_chain
 from engine_core.ledger import Ledger, LedgerError
 from engine_core.request import FINISH_ERROR, FINISH_REJECTED, Finish, FinishError, Request
-from engine_core.sequence import Ended
+from engine_core.scheduling.sequence import Ended
 from engine_core.step import LogprobBlock, PrefillResult, PromptLogprobBlock, StepResult
 from tests.engine.rig import Rig
 from tests.engine.simulated_worker import expected_tokens

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine_core.outputs import Events, OutputBuffer, Started, TokenColumns, select_logprobs
 from engine_core.request import LogprobColumns
-from engine_core.rows import SessionRows
+from engine_core.scheduling.outputs import Events, OutputBuffer, Started, TokenColumns, select_logprobs
+from engine_core.scheduling.rows import SessionRows
 from tests.engine.rig import Rig
 from tests.engine.simulated_worker import expected_tokens
 

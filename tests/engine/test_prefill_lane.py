@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from engine_core.errors import EngineDead, StatusCode
-from engine_core.flight import BatchState, Flight, PrefillBatch
-from engine_core.outputs import Events
 from engine_core.request import FINISH_ERROR, FINISH_LENGTH, Abort
+from engine_core.scheduling.flight import BatchState, Flight, PrefillBatch
+from engine_core.scheduling.outputs import Events
 from engine_core.step import PrefillResult, StepResult
 from tests.engine.rig import Rig
 from tests.engine.simulated_worker import expected_tokens

@@ -23,7 +23,7 @@ from engine_core.request import (
     prefix_chain,
     resolve,
 )
-from engine_core.scheduler import Scheduler
+from engine_core.scheduling.scheduler import Scheduler
 from engine_core.step import Lane
 from tests.sim.executor import SimExecutor
 from tests.sim.rank import CONTEXT, PAGE, SLOTS, VOCAB, DriverFaults, Rank

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import msgspec
 
 from engine_core.errors import StatusCode
-from engine_core.flight import BatchState
 from engine_core.request import FINISH_ABORT, FINISH_ERROR, FINISH_LENGTH, Abort, Finish
+from engine_core.scheduling.flight import BatchState
 from engine_core.step import Lane, StepResult
 from tests.sim.harness import NOW, SHUT_DOWN, Sim
 

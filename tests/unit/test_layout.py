@@ -20,16 +20,16 @@ PLAIN = ("engine_core.config", "engine_core.errors", "engine_core.request", "eng
 PLAIN_MODEL = (*PLAIN, "engine_core.model_config")
 POLICY_NAMES = (
     "cache",
-    "deadlines",
-    "flight",
     "ledger",
-    "open_sequences",
-    "outputs",
-    "residency",
-    "results",
-    "rows",
-    "sequence",
-    "waiting",
+    "scheduling.deadlines",
+    "scheduling.flight",
+    "scheduling.open_sequences",
+    "scheduling.outputs",
+    "scheduling.residency",
+    "scheduling.results",
+    "scheduling.rows",
+    "scheduling.sequence",
+    "scheduling.waiting",
 )
 BOOKKEEPING = tuple(f"engine_core.{name}" for name in POLICY_NAMES)
 """Pure policy and bookkeeping below the scheduler."""
@@ -42,8 +42,8 @@ INTERNAL_IMPORTS: dict[str, tuple[str, ...]] = {
     "engine_core.step": PLAIN,
     "engine_core.model_config": PLAIN,
     **dict.fromkeys(BOOKKEEPING, (*PLAIN_MODEL, *BOOKKEEPING)),
-    "engine_core.scheduler": (*PLAIN_MODEL, *BOOKKEEPING),
-    "engine_core.engine": (*PLAIN_MODEL, *BOOKKEEPING, "engine_core.scheduler", "engine_core.executor.base"),
+    "engine_core.scheduling.scheduler": (*PLAIN_MODEL, *BOOKKEEPING),
+    "engine_core.engine": (*PLAIN_MODEL, *BOOKKEEPING, "engine_core.scheduling.scheduler", "engine_core.executor.base"),
     "engine_core.outbox": (*PLAIN_MODEL, "greenlane"),
     "engine_core.session": (*PLAIN_MODEL, "engine_core.outbox", "greenlane"),
     "engine_core.executor": (*PLAIN_MODEL, "engine_core.log"),
@@ -51,7 +51,7 @@ INTERNAL_IMPORTS: dict[str, tuple[str, ...]] = {
     "engine_core.ops": PLAIN_MODEL,
     "frontend": ("greenlane",),
 }
-PURE = (*PLAIN_MODEL, *BOOKKEEPING, "engine_core.scheduler", "engine_core.engine", "engine_core.session")
+PURE = (*PLAIN_MODEL, *BOOKKEEPING, "engine_core.scheduling.scheduler", "engine_core.engine", "engine_core.session")
 IMPURE_LIBRARIES = ("torch", "zmq", "grpc", "asyncio", "socket", "subprocess", "threading", "uvloop")
 TORCH_HOMES = ("engine_core.worker", "engine_core.device", "engine_core.models", "engine_core.ops")
 GRPC_HOMES = ("engine_core.service", "engine_core.health", "engine_core.main", "frontend")
@@ -203,7 +203,7 @@ def test_every_module_says_what_it_owns() -> None:
     [
         (misplaced_imports, "frontend.generate", "from engine_core.request import Request"),
         (misplaced_imports, "engine_core.service", "import frontend.config"),
-        (misplaced_imports, "engine_core.scheduler", "from engine_core import engine"),
+        (misplaced_imports, "engine_core.scheduling.scheduler", "from engine_core import engine"),
         (misplaced_imports, "engine_core.engine", "def f():\n    from engine_core.executor.zmq import ZmqExecutor"),
         (misplaced_imports, "engine_core.engine", "from greenlane.engine.v1 import engine_pb2"),
         (misplaced_imports, "engine_core.ops.attention", "import engine_core.worker.runner"),

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from engine_core.cache.pages import Pages
 from engine_core.cache.retire import RetireQueue
 from engine_core.request import Ids
-from engine_core.sequence import Sequence, SequenceState
+from engine_core.scheduling.sequence import Sequence, SequenceState
 from engine_core.step import Lane
 
 Slots = npt.NDArray[np.int64]

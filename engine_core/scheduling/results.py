@@ -9,9 +9,6 @@ from __future__ import annotations
 import numpy as np
 
 from engine_core.errors import StatusCode
-from engine_core.flight import BatchState, Chunk, Flight, InFlight, ResultMismatch
-from engine_core.open_sequences import OpenSequences
-from engine_core.outputs import Events, TokenColumns, read_logprobs, select_logprobs
 from engine_core.request import (
     FINISH_ERROR,
     FINISH_LENGTH,
@@ -21,8 +18,11 @@ from engine_core.request import (
     LogprobColumns,
     PromptLogprobs,
 )
-from engine_core.rows import RowGroup
-from engine_core.sequence import Sequence, SequenceState
+from engine_core.scheduling.flight import BatchState, Chunk, Flight, InFlight, ResultMismatch
+from engine_core.scheduling.open_sequences import OpenSequences
+from engine_core.scheduling.outputs import Events, TokenColumns, read_logprobs, select_logprobs
+from engine_core.scheduling.rows import RowGroup
+from engine_core.scheduling.sequence import Sequence, SequenceState
 from engine_core.step import Lane, PrefillResult, PromptLogprobBlock, StepResult
 
 CLOSED, PARKED, PREFILL = SequenceState.CLOSED, SequenceState.PARKED, SequenceState.PREFILL

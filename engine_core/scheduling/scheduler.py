@@ -18,16 +18,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine_core.deadlines import Deadlines
 from engine_core.errors import Rejected, RejectReason, StatusCode
-from engine_core.flight import Chunk, Flight, InFlight, PrefillBatch, ResultMismatch
-from engine_core.open_sequences import OpenSequences
-from engine_core.outputs import Events, Started
 from engine_core.request import FINISH_ABORT, FINISH_ERROR, FinishError, Request
-from engine_core.residency import Residency
-from engine_core.results import Results
-from engine_core.rows import DECODE, RowGroup, Slots
-from engine_core.sequence import Ended, Sequence, SequenceState
+from engine_core.scheduling.deadlines import Deadlines
+from engine_core.scheduling.flight import Chunk, Flight, InFlight, PrefillBatch, ResultMismatch
+from engine_core.scheduling.open_sequences import OpenSequences
+from engine_core.scheduling.outputs import Events, Started
+from engine_core.scheduling.residency import Residency
+from engine_core.scheduling.results import Results
+from engine_core.scheduling.rows import DECODE, RowGroup, Slots
+from engine_core.scheduling.sequence import Ended, Sequence, SequenceState
 from engine_core.step import Lane, PrefillChunk, RowStart, StepPlan, StepResult
 
 ADMITTED_TOKENS_PER_STEP = 16384

@@ -12,8 +12,8 @@ import numpy as np
 
 from engine_core.cache.pages import PagePool
 from engine_core.cache.prefix import CachedPage, PrefixCache
-from engine_core.rows import RowTable, Slots
-from engine_core.sequence import Sequence
+from engine_core.scheduling.rows import RowTable, Slots
+from engine_core.scheduling.sequence import Sequence
 from engine_core.step import Lane, RowStart
 
 

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from engine_core.request import Finish, Ids, LogprobColumns, Output, PromptLogprobs
-from engine_core.rows import SessionRows
-from engine_core.sequence import Ended
+from engine_core.scheduling.rows import SessionRows
+from engine_core.scheduling.sequence import Ended
 from engine_core.step import LogprobBlock
 
 Index = npt.NDArray[np.int64]

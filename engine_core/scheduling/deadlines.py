@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 
-from engine_core.sequence import Sequence, SequenceState
+from engine_core.scheduling.sequence import Sequence, SequenceState
 
 
 class Deadlines:

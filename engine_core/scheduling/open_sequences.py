@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 from engine_core.cache.prefix import CachedPage
 from engine_core.request import FINISH_ABORT, FinishError, Request
-from engine_core.residency import Residency
-from engine_core.sequence import Ended, Family, Sequence, SequenceState, end_of
+from engine_core.scheduling.residency import Residency
+from engine_core.scheduling.sequence import Ended, Family, Sequence, SequenceState, end_of
+from engine_core.scheduling.waiting import WaitingQueue
 from engine_core.step import RowStart
-from engine_core.waiting import WaitingQueue
 
 
 class OpenSequences:

@@ -9,7 +9,7 @@ import heapq
 from collections.abc import Iterable
 
 from engine_core.errors import Rejected, RejectReason
-from engine_core.sequence import Sequence, SequenceState
+from engine_core.scheduling.sequence import Sequence, SequenceState
 
 RETRY_AFTER_S = 1.0
 

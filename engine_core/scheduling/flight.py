@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine_core.errors import EngineDead
-from engine_core.rows import RowGroup
+from engine_core.scheduling.rows import RowGroup
 from engine_core.step import LogprobBlock, PrefillResult, StepResult
 
 if TYPE_CHECKING:
-    from engine_core.sequence import Sequence
+    from engine_core.scheduling.sequence import Sequence
 
 
 @dataclass(slots=True)
