@@ -13,6 +13,8 @@ import msgspec
 
 WIRE_VERSION = 1
 """Of everything in this file and in `executor/channel.py`; both ends refuse any other."""
+MAX_CHUNKS = 32
+"""Chunks of one plan: what a worker plans attention for, whose host cost grows with it."""
 
 
 class RowSampling(msgspec.Struct, array_like=True, frozen=True):
@@ -87,6 +89,7 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     decode_slots: bytes
     """int32 LE, each at most once."""
     chunks: list[PrefillChunk]
+    """MAX_CHUNKS at most."""
     prefill_lane: bool = False
     """The chunks run on the prefill lane, beside decode; their results come with a later `StepResult`."""
 

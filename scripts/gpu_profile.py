@@ -89,8 +89,8 @@ class Feed:
         for slot in decode:
             self.lengths[slot] += 1
         self.step += 1
-        packed = (np.array(values, "<i4").tobytes() for values in (needy, new, decode))
-        plan = StepPlan(self.step, starts, *packed, chunks, lane)
+        grown, pages, slots = (np.array(values, "<i4").tobytes() for values in (needy, new, decode))
+        plan = StepPlan(self.step, starts, grown, pages, slots, chunks, lane)
         began = time.perf_counter()
         self.runner.launch(plan)
         self.launch_us.append(1e6 * (time.perf_counter() - began))
@@ -156,7 +156,8 @@ def run(case: str, feed: Feed, budget: int) -> Callable[[int], None]:
 def measure(case: str, feed: Feed, budget: int) -> dict[str, Any]:
     steps = run(case, feed, budget)
     steps(4)
-    feed.launch_us.clear(), feed.collect_us.clear()
+    feed.launch_us.clear()
+    feed.collect_us.clear()
     count = TIMED if case.startswith("decode") else 12
     first, began = feed.step, time.perf_counter()
     steps(count)
@@ -180,7 +181,8 @@ def measure(case: str, feed: Feed, budget: int) -> dict[str, Any]:
 def summary(profiler: Any, steps: int) -> dict[str, Any]:
     """GPU microseconds a step by class, and how much of the span from first to last kernel none was running."""
     total: defaultdict[str, float] = defaultdict(float)
-    spans, names = [], defaultdict(float)
+    names: defaultdict[str, float] = defaultdict(float)
+    spans = []
     for name, start, length in kernels(profiler):
         kind = next((kind for kind, pattern in CLASSES.items() if re.search(pattern, name)), "other")
         total[kind] += length
@@ -202,7 +204,7 @@ def summary(profiler: Any, steps: int) -> dict[str, Any]:
 def kernels(profiler: Any) -> Iterator[tuple[str, float, float]]:
     """(name, start us, length us) of everything that ran on the GPU."""
     for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith("ProfilerStep"):
+        if event.device_type.name == "CUDA" and not event.name.startswith("ProfilerStep"):
             yield event.name, event.time_range.start, event.time_range.elapsed_us()
 
 

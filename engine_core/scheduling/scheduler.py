@@ -28,7 +28,7 @@ from engine_core.scheduling.residency import Residency
 from engine_core.scheduling.results import Results
 from engine_core.scheduling.rows import DECODE, RowGroup, Slots
 from engine_core.scheduling.sequence import Ended, Sequence, SequenceState
-from engine_core.step import Lane, PrefillChunk, RowStart, StepPlan, StepResult
+from engine_core.step import MAX_CHUNKS, Lane, PrefillChunk, RowStart, StepPlan, StepResult
 
 ADMITTED_TOKENS_PER_STEP = 16384
 """Known ids of the sequences that one step admits, so that the host work of long prompts (cached ones cost no budget)
@@ -298,7 +298,7 @@ class Scheduler:
         deferred: list[Sequence] = []
         running = [s for s in self.sequences.prefilling if self._rows.computed[s.slot] < self._rows.known[s.slot]]
         admitted_tokens, admit = 0, True
-        while budget > 0:
+        while budget > 0 and len(chunks) < MAX_CHUNKS:
             head = self._next_waiting(deferred) if admit else None
             if running and (head is None or running[0].order < head.order):
                 sequence = running.pop(0)

@@ -10,7 +10,7 @@ import numpy as np
 
 from engine_core.device.base import Batch, Int32, PromptRows
 from engine_core.errors import ProtocolViolation
-from engine_core.step import Lane, PrefillChunk, RowStart, StepPlan
+from engine_core.step import MAX_CHUNKS, Lane, PrefillChunk, RowStart, StepPlan
 
 
 def unpack_int32(data: bytes, what: str) -> Int32:
@@ -92,6 +92,8 @@ class RowTables:
 
     def batch(self, step: int, lane: Lane, decode: Int32, chunks: list[PrefillChunk]) -> Batch:
         """Cut a batch and advance the rows' lengths: +1 for decode needs no result (rule S5)."""
+        if len(chunks) > MAX_CHUNKS:
+            raise ProtocolViolation(f"step {step} holds {len(chunks)} chunks; at most {MAX_CHUNKS} go into one")
         for chunk in chunks:
             self._check_chunk(chunk)
         chunk_slots = np.array([c.slot for c in chunks], np.int32)

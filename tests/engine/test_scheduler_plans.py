@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from engine_core.request import FINISH_LENGTH, FINISH_STOP, Abort
-from engine_core.step import PrefillChunk, RowStart, StepPlan
+from engine_core.step import MAX_CHUNKS, PrefillChunk, RowStart, StepPlan
 from tests.engine.rig import Rig
 from tests.engine.simulated_worker import EOS, expected_tokens
 
@@ -65,6 +65,15 @@ def test_prompts_are_cut_to_the_token_budget() -> None:
     rig.add(prompt(19), max_tokens=1)
     rig.run()
     assert [chunks(step) for step in rig.worker.plans] == [[(0, 8, False)], [(8, 8, False)], [(16, 3, True)]]
+
+
+def test_a_plan_holds_so_many_chunks_and_no_more() -> None:
+    """Red when a flood of tiny prompts makes a plan longer than what a worker plans attention for."""
+    rig = Rig(max_num_batched_tokens=256, max_num_seqs=64, prefix_caching=False)
+    for first in range(MAX_CHUNKS + 5):
+        rig.add(prompt(2, first), max_tokens=1)
+    rig.run()
+    assert [len(step.chunks) for step in rig.worker.plans] == [MAX_CHUNKS, 5]
 
 
 def test_decode_rows_come_first_and_prompts_get_the_rest() -> None:

@@ -45,13 +45,13 @@ class LaneWork:
     staging: Staging
     prefill: PagedPrefill
     residual: torch.Tensor
-    """bf16 [largest bucket, H]: the last ragged forward's final rows."""
+    """bf16 [most tokens, H]: the last ragged forward's final rows."""
     picked: list[torch.Tensor]
-    """bf16 [rows, H] by ring slot: the rows that sample."""
+    """bf16 [rows, H] by ring slot: the rows that sample when the batch joins."""
     tokens: list[torch.Tensor]
     """Pinned int32 [rows] by ring slot."""
-    ragged: dict[int, Replay] = field(default_factory=dict)
-    """By bucket of tokens."""
+    ragged: dict[tuple[int, int], Replay] = field(default_factory=dict)
+    """By bucket of decode rows (0: none) and bucket of chunks' tokens."""
     logprobs: dict[int, PinnedLogprobs | None] = field(default_factory=dict)
     prompts: dict[int, list[PinnedPrompt]] = field(default_factory=dict)
 
@@ -80,6 +80,7 @@ class CudaCompute:
         heads: Heads,
         decode: dict[bool, dict[int, Replay]],
         row_buckets: list[int],
+        mixed_rows: list[int],
         token_buckets: list[int],
         page_table: torch.Tensor,
         close: Callable[[], None],
@@ -93,6 +94,7 @@ class CudaCompute:
         self._heads = heads
         self._decode = decode
         self._row_buckets = row_buckets
+        self._mixed_rows = mixed_rows
         self._token_buckets = token_buckets
         self._page_table = page_table
         self._close = close
@@ -157,37 +159,51 @@ class CudaCompute:
         fields["sample_positions"][count:bucket] = 0
 
     def _forward_ragged(self, batch: Batch, ring: int) -> None:
-        lane = self._lanes[batch.lane]
-        lane.staging.settle()  # the plan's pinned arrays are not in the ring
+        lane, decode = self._lanes[batch.lane], batch.decode_rows
+        rows = bucket_of(self._mixed_rows, decode) if decode else 0
+        total = int(batch.lengths[decode:].sum())
+        tokens = bucket_of(self._token_buckets, total)
         fields = lane.staging.begin()
         with _cuda.stream(lane.stream):
-            bucket = self._stage_tokens(fields, batch)
-            lane.prefill.plan(batch.starts.tolist(), batch.lengths.tolist(), list(batch.page_tables[batch.slots]))
+            ends = rows + np.cumsum(batch.lengths[decode:], dtype=np.int64)
+            self._stage_tokens(fields, batch, rows, tokens, ends)
+            starts, lengths = batch.starts[decode:].tolist(), batch.lengths[decode:].tolist()
+            lane.prefill.plan(starts, lengths, list(batch.page_tables[batch.slots[decode:]]), ring)
             lane.staging.send(tokens=True)
-            lane.ragged[bucket]()
-            torch.index_select(lane.residual, 0, lane.staging.on_device["picks"], out=lane.picked[ring])
-            ends = np.cumsum(batch.lengths)
+            lane.ragged[rows, tokens]()
+            self._pick(lane, batch, ring)
             lane.prompts[ring] = [
-                self._describe_prompt(lane.residual, int(ends[rows.row] - batch.lengths[rows.row]), rows)
+                self._describe_prompt(lane.residual, int(ends[rows.row - decode] - batch.lengths[rows.row]), rows)
                 for rows in batch.prompt_logprobs
             ]
 
-    def _stage_tokens(self, fields: dict[str, npt.NDArray[Any]], batch: Batch) -> int:
-        """Inputs by token; decode rows' ids (-1) are read on the device. Returns the bucket of tokens."""
-        total, decode = int(batch.lengths.sum()), batch.decode_rows
-        bucket = bucket_of(self._token_buckets, total)
-        ends = np.cumsum(batch.lengths)
+    def _stage_tokens(
+        self, fields: dict[str, npt.NDArray[Any]], batch: Batch, rows: int, tokens: int, ends: npt.NDArray[np.int64]
+    ) -> None:
+        """Inputs by token: `rows` of decode rows, whose ids (-1) are read on the device, then `tokens` of chunks."""
+        decode, total = batch.decode_rows, int(ends[-1])
+        slots, positions, ids = fields["token_slots"], fields["token_positions"], fields["ids"]
+        slots[:decode], slots[decode:rows], slots[total : rows + tokens] = batch.slots[:decode], -1, -1
+        positions[:decode], positions[decode:rows], positions[total : rows + tokens] = batch.starts[:decode], 0, 0
+        ids[:rows], ids[rows:total], ids[total : rows + tokens] = -1, batch.ids, 0
+        lengths = batch.lengths[decode:]
+        slots[rows:total] = np.repeat(batch.slots[decode:], lengths)
+        positions[rows:total] = np.arange(rows, total) + np.repeat(batch.starts[decode:] - (ends - lengths), lengths)
+        sampled = batch.sample_rows[decode:] - decode
+        picks = fields["picks"]
+        picks[:decode], picks[decode : decode + len(sampled)] = np.arange(decode), ends[sampled] - 1
+        picks[decode + len(sampled) :] = 0
         if batch.lane is Lane.PRIMARY:
             self._stage_pages(fields, len(fields["pages"]))
-        fields["ids"][:decode], fields["ids"][decode:total], fields["ids"][total:bucket] = -1, batch.ids, 0
-        fields["token_slots"][:total], fields["token_slots"][total:bucket] = np.repeat(batch.slots, batch.lengths), -1
-        fields["token_positions"][:total] = np.arange(total) + np.repeat(
-            batch.starts - (ends - batch.lengths), batch.lengths
-        )
-        fields["token_positions"][total:bucket] = 0
-        picks = ends[batch.sample_rows] - 1
-        fields["picks"][: len(picks)], fields["picks"][len(picks) :] = picks, 0
-        return bucket
+            self._stage_samples(fields, batch, bucket_of(self._row_buckets, max(1, len(batch.sample_rows))))
+
+    def _pick(self, lane: LaneWork, batch: Batch, ring: int) -> None:
+        """Rows that sample become the head's input now, or are kept until the batch joins the primary lane."""
+        if batch.lane is Lane.PRIMARY:
+            target = self._heads.rows[: bucket_of(self._row_buckets, max(1, len(batch.sample_rows)))]
+        else:
+            target = lane.picked[ring]
+        torch.index_select(lane.residual, 0, lane.staging.on_device["picks"][: len(target)], out=target)
 
     def _describe_prompt(self, residual: torch.Tensor, first: int, rows: PromptRows) -> PinnedPrompt:
         return describe_prompt(self._decoder.logits, residual[first : first + len(rows.targets)], rows)
@@ -202,7 +218,7 @@ class CudaCompute:
             return
         bucket = bucket_of(self._row_buckets, count)
         with _cuda.stream(self._primary.stream):
-            if batch.lane is not Lane.PRIMARY or batch.decode_rows != len(batch.slots):
+            if batch.lane is not Lane.PRIMARY:
                 self._take_picked(batch, lane.picked[ring], bucket)
             tops = self._rows.logprobs[batch.slots[batch.sample_rows]]
             if (tops >= 0).any():
@@ -212,7 +228,7 @@ class CudaCompute:
             lane.tokens[ring][:count].copy_(self._heads.tokens[:count], non_blocking=True)
 
     def _take_picked(self, batch: Batch, picked: torch.Tensor, bucket: int) -> None:
-        """Rows of a ragged forward become the head's input, on the primary lane."""
+        """Rows of a joined prefill become the head's input, on the primary lane."""
         fields = self._primary.staging.begin()
         self._stage_pages(fields, len(fields["pages"]))
         self._stage_samples(fields, batch, bucket)

@@ -21,7 +21,12 @@ def buckets(largest: int, sizes: tuple[int, ...]) -> list[int]:
 
 
 DECODE_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-CHUNK_SIZES = (32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
+MIXED_ROWS = (8, 16, 32, 64, 128, 256)
+"""Decode rows that share a forward with chunks: few buckets, for each stands beside every size of chunk."""
+CHUNK_SIZES = (
+    *(32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1280, 1536, 2048),
+    *(3072, 4096, 6144, 8192, 12288, 16384),
+)
 
 
 def bucket_of(available: list[int], count: int) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,12 @@ from engine_core.config import WorkerConfig
 from engine_core.device.base import Device, LaneSizes
 from engine_core.device.cuda.compute import CudaCompute, Heads, LaneWork, Replay
 from engine_core.device.cuda.driver import CudaTable
-from engine_core.device.cuda.graphs import CHUNK_SIZES, DECODE_SIZES, GraphPool, buckets
+from engine_core.device.cuda.forwards import Opened, decode, head, ragged
+from engine_core.device.cuda.graphs import CHUNK_SIZES, DECODE_SIZES, MIXED_ROWS, GraphPool, buckets
 from engine_core.device.cuda.rows import DeviceRows
 from engine_core.device.cuda.staging import Staging
 from engine_core.device.driver import Driver, Watch
-from engine_core.device.green import SM_ALIGNMENT, GreenPartition
-from engine_core.device.lanes import LaneStream
+from engine_core.device.green import SM_ALIGNMENT
 from engine_core.device.streams import open_streams
 from engine_core.errors import ConfigError
 from engine_core.model_config import ModelConfig, load_model_config
@@ -37,7 +36,7 @@ from engine_core.ops.cuda.nvrtc import CodeCache, CudaKernels
 from engine_core.ops.cuda.prefill import PagedPrefill, PrefillLimits, choose_backend
 from engine_core.ops.cuda.sampling import Sampler, SamplingTables
 from engine_core.ops.cuda.splits import PAGE
-from engine_core.step import Lane
+from engine_core.step import MAX_CHUNKS, Lane
 
 _cuda: Any = torch.cuda  # torch's annotations of streams are incomplete
 
@@ -46,33 +45,6 @@ CAPABILITY = (9, 0)
 WORKSPACE_BYTES = 128 << 20
 RESERVE_BYTES = 1 << 30
 """Left free beside what was measured: library workspaces, row work, fragmentation."""
-
-
-@dataclass(slots=True)
-class _Opened:
-    """What exists before the KV cache does."""
-
-    config: WorkerConfig
-    model: ModelConfig
-    shape: HeadShape
-    device: torch.device
-    driver: Driver
-    streams: dict[Lane, LaneStream]
-    partition: GreenPartition | None
-    decoder: CudaDecoder
-    kernels: CudaKernels
-    page_table: torch.Tensor
-    tables: SamplingTables
-    sampler: Sampler
-    lanes: dict[Lane, LaneWork]
-    heads: Heads
-    row_buckets: list[int]
-    token_buckets: list[int]
-    sms: int
-
-    @property
-    def scale(self) -> float:
-        return float(self.model.head_dim**-0.5)
 
 
 def open_device(config: WorkerConfig, watch: Watch, progress: Progress) -> Device:
@@ -133,7 +105,7 @@ def _open(
     driver: Driver,
     created: ExitStack,
     progress: Progress,
-) -> _Opened:
+) -> Opened:
     device = torch.device("cuda", ordinal)
     streams, partition = open_streams(driver, config.decode_overlap, config.decode_sms, created)
     parameters = load_parameters(
@@ -155,7 +127,7 @@ def _open(
     rows = config.max_num_seqs
     tables = SamplingTables(rows, model.vocab_size, device)
     progress("load kernels", 1, 1)
-    opened = _Opened(
+    opened = Opened(
         config=config,
         model=model,
         shape=shape,
@@ -174,6 +146,7 @@ def _open(
             torch.zeros(rows, dtype=torch.int32, device=device),
         ),
         row_buckets=buckets(rows, DECODE_SIZES),
+        mixed_rows=buckets(rows, MIXED_ROWS) if config.decode_overlap in ("off", "auto") else [],
         token_buckets=buckets(config.max_num_batched_tokens, CHUNK_SIZES),
         sms=sms,
     )
@@ -190,7 +163,7 @@ def _rope(model: ModelConfig, positions: int) -> torch.Tensor:
     return rope_table(angles.cos() * factor, angles.sin() * factor)
 
 
-def _lane_sizes(opened: _Opened) -> LaneSizes:
+def _lane_sizes(opened: Opened) -> LaneSizes:
     if opened.partition is None:
         return LaneSizes(opened.sms, opened.sms if Lane.PREFILL in opened.streams else 0, SM_ALIGNMENT)
     return LaneSizes(opened.partition.decode_sms, opened.partition.prefill_sms, SM_ALIGNMENT)
@@ -203,27 +176,29 @@ def _max_model_len(config: WorkerConfig, model: ModelConfig) -> int:
     return wanted
 
 
-def _lane(opened: _Opened, lane: Lane, width: int) -> LaneWork:
+def _lane(opened: Opened, lane: Lane, width: int) -> LaneWork:
     config, device, rows = opened.config, opened.device, opened.config.max_num_seqs
     stream = _cuda.ExternalStream(int(opened.streams[lane].stream))
     rings = config.async_depth + 1
+    chunks = min(rows, MAX_CHUNKS)
     with _cuda.stream(stream):
-        staging = Staging(opened.driver, opened.streams[lane], rows, opened.token_buckets[-1], device)
+        staging = Staging(opened.driver, opened.streams[lane], rows, opened.most_tokens, device)
         for name in ("slots", "sample_slots", "token_slots"):
             staging.on_device[name].fill_(-1)
         prefill = PagedPrefill(
             opened.shape,
-            PrefillLimits(rows, opened.token_buckets[-1], rows * width),
+            PrefillLimits(chunks, opened.token_buckets[-1], chunks * width),
             opened.scale,
             torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device),
             choose_backend(CAPABILITY),
+            rings,
         )
         hidden = opened.model.hidden_size
         work = LaneWork(
             stream=stream,
             staging=staging,
             prefill=prefill,
-            residual=torch.zeros(opened.token_buckets[-1], hidden, dtype=torch.bfloat16, device=device),
+            residual=torch.zeros(opened.most_tokens, hidden, dtype=torch.bfloat16, device=device),
             picked=[torch.zeros(rows, hidden, dtype=torch.bfloat16, device=device) for _ in range(rings)],
             tokens=[torch.zeros(rows, dtype=torch.int32, pin_memory=True) for _ in range(rings)],
         )
@@ -231,62 +206,10 @@ def _lane(opened: _Opened, lane: Lane, width: int) -> LaneWork:
     return work
 
 
-# ------------------------------ what the graphs do
-
-
-def _ragged(opened: _Opened, lane: Lane, bucket: int, kv: torch.Tensor) -> Callable[[], None]:
-    """A forward over `bucket` tokens of chunks, on the primary lane beside decode rows."""
-    work, decoder = opened.lanes[lane], opened.decoder
-    staged = work.staging.on_device
-    slots, positions = staged["token_slots"][:bucket], staged["token_positions"][:bucket]
-
-    def attend(qkv: torch.Tensor, pool: torch.Tensor, out: torch.Tensor) -> None:
-        work.prefill.run(qkv[:, : opened.shape.query], pool, out)
-
-    def run() -> None:
-        ids = staged["ids"][:bucket]
-        if lane is Lane.PRIMARY:
-            opened.page_table.view(-1).index_copy_(0, staged["targets"], staged["pages"])
-            ids = torch.where(ids < 0, opened.tables.last_token[slots.clamp(min=0)], ids)
-        residual = work.residual[:bucket]
-        residual.copy_(decoder.embedding[ids])
-        decoder.layers(residual, slots, positions, kv, attend, fused=False)
-
-    return run
-
-
-def _decode(opened: _Opened, bucket: int, attention: DecodeAttention, kv: torch.Tensor) -> Callable[[], None]:
-    """One token for each of `bucket` rows; the rows' final states are left where the head reads them."""
-    staged, rows = opened.lanes[Lane.PRIMARY].staging.on_device, opened.heads.rows[:bucket]
-    slots, positions = staged["slots"][:bucket], staged["positions"][:bucket]
-
-    def attend(qkv: torch.Tensor, pool: torch.Tensor, out: torch.Tensor) -> None:
-        attention(qkv, pool, slots, positions, opened.page_table, out, opened.scale)
-
-    def run() -> None:
-        opened.page_table.view(-1).index_copy_(0, staged["targets"][:bucket], staged["pages"][:bucket])
-        opened.decoder.embed_last(opened.tables.last_token, slots, rows)
-        attention.plan(slots, positions)
-        opened.decoder.layers(rows, slots, positions, kv, attend, fused=True)
-
-    return run
-
-
-def _head(opened: _Opened, bucket: int) -> Callable[[], None]:
-    staged = opened.lanes[Lane.PRIMARY].staging.on_device
-    slots, positions = staged["sample_slots"][:bucket], staged["sample_positions"][:bucket]
-
-    def run() -> None:
-        logits = opened.decoder.logits(opened.heads.rows[:bucket])
-        opened.sampler(logits, slots, positions, opened.heads.tokens[:bucket])
-
-    return run
-
-
 # ------------------------------ KV memory and graphs
 
 
-def _kv_cache(opened: _Opened, progress: Progress) -> tuple[int, torch.Tensor]:
+def _kv_cache(opened: Opened, progress: Progress) -> tuple[int, torch.Tensor]:
     """(max_model_len, KV [layers, pages, 2, page, kv heads, D]), sized after every lane ran its largest chunk (O3)."""
     config, model, shape = opened.config, opened.model, opened.shape
     page_shape = (2, config.page_size, shape.kv, shape.head_dim)
@@ -295,12 +218,14 @@ def _kv_cache(opened: _Opened, progress: Progress) -> tuple[int, torch.Tensor]:
     small = torch.zeros(model.num_layers, 1, *page_shape, dtype=torch.bfloat16, device=opened.device)
     _cuda.reset_peak_memory_stats()
     before = _cuda.memory_allocated()
+    attention = opened.attention(opened.sms)
     for lane, work in opened.lanes.items():
+        rows = max([0, *opened.mixed_rows]) if lane is Lane.PRIMARY else 0
         with _cuda.stream(work.stream):
-            _ragged(opened, lane, opened.token_buckets[-1], small)()
+            ragged(opened, lane, rows, opened.token_buckets[-1], attention, small)()
         work.stream.synchronize()
     with _cuda.stream(opened.lanes[Lane.PRIMARY].stream):
-        _head(opened, opened.row_buckets[-1])()
+        head(opened, opened.row_buckets[-1])()
     _cuda.synchronize()
     activations = _cuda.max_memory_allocated() - before
     del small
@@ -322,43 +247,74 @@ def _kv_cache(opened: _Opened, progress: Progress) -> tuple[int, torch.Tensor]:
     return min(wanted, fits), kv
 
 
-def _compute(opened: _Opened, kv: torch.Tensor, created: ExitStack, progress: Progress) -> CudaCompute:
-    """Capture every graph, largest first; one pool for what runs on the primary lane, one for the prefill lane (S3)."""
-    pools = {lane: GraphPool() for lane in opened.lanes}
-    primary = opened.lanes[Lane.PRIMARY].stream
-    decode_streams = {False: (primary, opened.sms)}
-    if opened.partition is not None:
-        green = _cuda.ExternalStream(int(opened.partition.decode.stream))
-        decode_streams[True] = (green, opened.partition.decode_sms)
-    total = len(opened.row_buckets) * (len(decode_streams) + 1) + len(opened.token_buckets) * len(pools)
-    done = 0
-    for lane, work in opened.lanes.items():
-        for bucket in reversed(opened.token_buckets):
-            with _cuda.stream(work.stream):
-                work.prefill.plan([0], [bucket], [np.zeros(-(-bucket // PAGE), np.int32)])
-            work.ragged[bucket] = pools[lane].capture(work.stream, _ragged(opened, lane, bucket, kv))
-            progress("capture graphs", done := done + 1, total)
-    decode: dict[bool, dict[int, Replay]] = {}
-    for beside, (stream, sms) in decode_streams.items():
-        attention = DecodeAttention(opened.shape, opened.row_buckets[-1], sms, opened.device, opened.kernels)
-        decode[beside] = {}
-        for bucket in reversed(opened.row_buckets):
-            step = _decode(opened, bucket, attention, kv)
-            decode[beside][bucket] = pools[Lane.PRIMARY].capture(stream, step)
-            progress("capture graphs", done := done + 1, total)
-    decode.setdefault(True, decode[False])
-    for bucket in reversed(opened.row_buckets):
-        opened.heads.graphs[bucket] = pools[Lane.PRIMARY].capture(primary, _head(opened, bucket))
-        progress("capture graphs", done := done + 1, total)
+def _compute(opened: Opened, kv: torch.Tensor, created: ExitStack, progress: Progress) -> CudaCompute:
+    capture = _Capture(opened, kv, progress)
+    capture.ragged()
+    decoding = capture.decode()
+    capture.heads()
     return CudaCompute(
         decoder=opened.decoder,
         sampler=opened.sampler,
         rows=DeviceRows(opened.tables, opened.sampler, opened.page_table),
         lanes=opened.lanes,
         heads=opened.heads,
-        decode=decode,
+        decode=decoding,
         row_buckets=opened.row_buckets,
+        mixed_rows=opened.mixed_rows,
         token_buckets=opened.token_buckets,
         page_table=opened.page_table,
         close=created.pop_all().close,
     )
+
+
+class _Capture:
+    """Captures every graph, largest first; one pool for the primary lane, one for the prefill lane (S3)."""
+
+    def __init__(self, opened: Opened, kv: torch.Tensor, progress: Progress) -> None:
+        self._opened = opened
+        self._kv = kv
+        self._progress = progress
+        self._pools = {lane: GraphPool() for lane in opened.lanes}
+        self._attention = opened.attention(opened.sms)
+        self._shapes = {lane: self._ragged_shapes(lane) for lane in opened.lanes}
+        lanes = 1 if opened.partition is None else 2
+        self._total = len(opened.row_buckets) * (lanes + 1) + sum(map(len, self._shapes.values()))
+        self._done = 0
+
+    def _ragged_shapes(self, lane: Lane) -> list[tuple[int, int]]:
+        """(decode rows, tokens of chunks), largest first."""
+        rows = [0, *self._opened.mixed_rows] if lane is Lane.PRIMARY else [0]
+        shapes = [(count, tokens) for count in rows for tokens in self._opened.token_buckets]
+        return sorted(shapes, key=sum, reverse=True)
+
+    def _capture(self, lane: Lane, stream: Any, work: Callable[[], None]) -> Replay:
+        replay = self._pools[lane].capture(stream, work)
+        self._done += 1
+        self._progress("capture graphs", self._done, self._total)
+        return replay
+
+    def ragged(self) -> None:
+        for lane, work in self._opened.lanes.items():
+            for rows, tokens in self._shapes[lane]:
+                with _cuda.stream(work.stream):
+                    work.prefill.plan([0], [tokens], [np.zeros(-(-tokens // PAGE), np.int32)])
+                forward = ragged(self._opened, lane, rows, tokens, self._attention, self._kv)
+                work.ragged[rows, tokens] = self._capture(lane, work.stream, forward)
+
+    def decode(self) -> dict[bool, dict[int, Replay]]:
+        """By whether a prefill is in flight beside it; the same graphs where there is no partition to keep to."""
+        opened, primary = self._opened, self._opened.lanes[Lane.PRIMARY].stream
+        lone = self._decode(primary, self._attention)
+        if opened.partition is None:
+            return {False: lone, True: lone}
+        green = _cuda.ExternalStream(int(opened.partition.decode.stream))
+        return {False: lone, True: self._decode(green, opened.attention(opened.partition.decode_sms))}
+
+    def _decode(self, stream: Any, attention: DecodeAttention) -> dict[int, Replay]:
+        steps = {rows: decode(self._opened, rows, attention, self._kv) for rows in reversed(self._opened.row_buckets)}
+        return {rows: self._capture(Lane.PRIMARY, stream, step) for rows, step in steps.items()}
+
+    def heads(self) -> None:
+        opened, stream = self._opened, self._opened.lanes[Lane.PRIMARY].stream
+        for rows in reversed(opened.row_buckets):
+            opened.heads.graphs[rows] = self._capture(Lane.PRIMARY, stream, head(opened, rows))

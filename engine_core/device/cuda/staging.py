@@ -15,7 +15,8 @@ import torch
 from engine_core.device.driver import Driver
 from engine_core.device.lanes import LaneStream, record
 
-RING = 2
+RING = 4
+"""A step sends twice when a prefill joins it, and its copies start only behind the step before it."""
 INPUT_EVENT_FLAGS = 0x1 | 0x2
 """Blocking, without timing, as completions are."""
 
@@ -66,10 +67,6 @@ class Staging:
         """The next pinned buffer's fields, to be filled; waits until its last copy is done."""
         self._await(self._next)
         return self._views[self._next]
-
-    def settle(self) -> None:
-        """Wait until the newest copy is done: before pinned memory that is in no ring may be written again."""
-        self._await((self._next - 1) % RING)
 
     def _await(self, slot: int) -> None:
         if self._used[slot] and not self._driver.event_done(self._events[slot]):

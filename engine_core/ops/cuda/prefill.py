@@ -1,12 +1,13 @@
 """Paged prefill attention: causal chunks with history, through FlashInfer.
 
 Owns the pinned and device buffers that planning fills, so that a plan copies from pinned memory alone and its device
-buffers keep their addresses (a captured run can be replayed after the next plan). One `PagedPrefill` is one staging
-slot: it must not be planned again before the copies of its last plan are done (record an event after `plan`), nor
-before the runs that read that plan are. Nothing here waits for the GPU.
+buffers keep their addresses (a captured run can be replayed after the next plan). Pinned memory is a ring: a plan in
+ring slot r may be made once the copies of the last plan in r are proven done. The runs that read a plan must be
+enqueued before the next plan, on the same stream. Nothing here waits for the GPU.
 
-What a plan copies, all asynchronously on torch's current stream: the page list (here), the three index arrays and the
-lengths (FlashInfer), and up to 8 MiB of scheduling data from FlashInfer's own pinned workspace, one per instance.
+The first plan goes through FlashInfer's wrapper, which sets everything up; later ones call the wrapper's module
+directly, as its `plan` does (flashinfer-python is pinned): the wrapper walks its tensors element by element, which
+costs the host more than a millisecond.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import flashinfer
 import numpy as np
@@ -49,8 +51,19 @@ class PrefillLimits:
     """Entries of the rows' page lists together."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Pinned:
+    """What one plan copies from, on the host. `ends` holds the rows' ends of queries, of pages, and last page fills."""
+
+    ends: torch.Tensor
+    lengths: torch.Tensor
+    pages: torch.Tensor
+    workspace: torch.Tensor
+    """uint8: FlashInfer's scheduling data."""
+
+
 class PagedPrefill:
-    """Plans and runs one staging slot's chunks."""
+    """Plans and runs one lane's chunks."""
 
     def __init__(
         self,
@@ -59,61 +72,92 @@ class PagedPrefill:
         scale: float,
         workspace: torch.Tensor,
         backend: Backend,
+        rings: int = 1,
     ) -> None:
         """`workspace`: uint8 on the device (128 MiB or more), free to be shared by whatever runs on the same lane."""
         self._heads = heads
         self._limits = limits
-        self._scale = scale
-        rows = limits.rows
-        device = workspace.device
-
-        def pinned(size: int) -> torch.Tensor:
-            return torch.zeros(size, dtype=torch.int32, pin_memory=True)
-
-        def on_device(size: int) -> torch.Tensor:
-            return torch.zeros(size, dtype=torch.int32, device=device)
-
-        self._query_ends, self._page_ends = pinned(rows + 1), pinned(rows + 1)
-        self._last_page, self._lengths = pinned(rows), pinned(rows)
-        self._pages, self._device_pages = pinned(limits.pages), on_device(limits.pages)
-        self._wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+        rows, device = limits.rows, workspace.device
+        self._ends = torch.zeros(3 * rows + 2, dtype=torch.int32, device=device)
+        self._pages = torch.zeros(limits.pages, dtype=torch.int32, device=device)
+        queries, pages, last = _columns(self._ends, rows)
+        self._wrapper: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
             workspace,
             "NHD",
             use_cuda_graph=True,
-            qo_indptr_buf=on_device(rows + 1),
-            paged_kv_indptr_buf=on_device(rows + 1),
-            paged_kv_indices_buf=self._device_pages,
-            paged_kv_last_page_len_buf=on_device(rows),
+            qo_indptr_buf=queries,
+            paged_kv_indptr_buf=pages,
+            paged_kv_indices_buf=self._pages,
+            paged_kv_last_page_len_buf=last,
             backend=backend.value,
         )
-        self.plan(
-            [0] * rows, [limits.tokens] + [0] * (rows - 1), [np.zeros(limits.pages, np.int32)] + [_NONE] * (rows - 1)
-        )
+        scheduling = self._wrapper._pin_memory_int_workspace_buffer
+        self._pinned = [
+            _Pinned(
+                torch.zeros(3 * rows + 2, dtype=torch.int32, pin_memory=True),
+                torch.zeros(rows, dtype=torch.int32, pin_memory=True),
+                torch.zeros(limits.pages, dtype=torch.int32, pin_memory=True),
+                scheduling if ring == 0 else torch.empty_like(scheduling, pin_memory=True),
+            )
+            for ring in range(rings)
+        ]
+        self._extra = (-1, False, 0) if backend is Backend.FA2 else ()
+        """No fixed split, splitting allowed, no blocks set aside."""
+        self._set_up(scale)
 
-    def plan(self, starts: Sequence[int], lengths: Sequence[int], pages: Sequence[Ints]) -> None:
-        """Plan chunks: row r's `lengths[r]` query tokens at positions starts[r] .., its pages in order of position.
-
-        Fewer rows than the limit are padded. Enqueues copies on the current stream. Raises ValueError beyond limits.
-        """
-        heads, limits = self._heads, self._limits
-        if len(lengths) > limits.rows or sum(lengths) > limits.tokens:
-            raise ValueError(f"{len(lengths)} rows of {sum(lengths)} tokens; the limits are {limits}")
-        count = self._fill(starts, lengths, pages)
-        self._device_pages[:count].copy_(self._pages[:count], non_blocking=True)
+    def _set_up(self, scale: float) -> None:
+        """The largest plan, through the wrapper: it fixes the kernel and the most rows that later plans may have."""
+        heads, limits, pinned = self._heads, self._limits, self._pinned[0]
+        none = np.empty(0, np.int32)
+        rows = limits.rows - 1
+        lengths, pages = [limits.tokens] + [0] * rows, [np.zeros(limits.pages, np.int32)] + [none] * rows
+        count = self._fill(pinned, [0] * limits.rows, lengths, pages)
+        query_ends, page_ends, last = _columns(pinned.ends, limits.rows)
         self._wrapper.plan(
-            self._query_ends,
-            self._page_ends,
-            self._device_pages[:count],
-            self._last_page,
+            query_ends,
+            page_ends,
+            self._pages[:count],
+            last,
             heads.query,
             heads.kv,
             heads.head_dim,
             heads.page_size,
             causal=True,
-            sm_scale=self._scale,
+            sm_scale=scale,
             q_data_type=torch.bfloat16,
             kv_data_type=torch.bfloat16,
-            seq_lens=self._lengths,
+            seq_lens=pinned.lengths,
+        )
+
+    def plan(self, starts: Sequence[int], lengths: Sequence[int], pages: Sequence[Ints], ring: int = 0) -> None:
+        """Plan chunks: row r's `lengths[r]` query tokens at positions starts[r] .., its pages in order of position.
+
+        Enqueues copies from ring slot `ring` on torch's current stream. Raises ValueError beyond limits.
+        """
+        heads, limits, pinned, wrapper = self._heads, self._limits, self._pinned[ring], self._wrapper
+        if len(lengths) > limits.rows or sum(lengths) > limits.tokens:
+            raise ValueError(f"{len(lengths)} rows of {sum(lengths)} tokens; the limits are {limits}")
+        count = self._fill(pinned, starts, lengths, pages)
+        self._ends.copy_(pinned.ends, non_blocking=True)
+        self._pages[:count].copy_(pinned.pages[:count], non_blocking=True)
+        wrapper._qo_indptr_last = sum(lengths)
+        wrapper._plan_info = wrapper._cached_module.plan(
+            wrapper._float_workspace_buffer,
+            wrapper._int_workspace_buffer,
+            pinned.workspace,
+            *_columns(pinned.ends, limits.rows)[:2],
+            pinned.lengths,
+            limits.tokens,
+            limits.rows,
+            heads.query,
+            heads.kv,
+            heads.page_size,
+            True,  # a captured run must stay valid
+            heads.head_dim,
+            heads.head_dim,
+            True,  # causal
+            -1,  # no sliding window
+            *self._extra,
         )
 
     def run(self, q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor) -> None:
@@ -127,26 +171,27 @@ class PagedPrefill:
         require(kv, torch.bfloat16, (None, 2, heads.page_size, heads.kv, heads.head_dim), "kv")
         self._wrapper.run(q, kv, out=out)
 
-    def _fill(self, starts: Sequence[int], lengths: Sequence[int], pages: Sequence[Ints]) -> int:
-        """Write the pinned arrays; returns the number of pages."""
-        size, rows = self._heads.page_size, self._limits.rows
-        query_ends, page_ends = self._query_ends.numpy(), self._page_ends.numpy()
-        last_page, context = self._last_page.numpy(), self._lengths.numpy()
-        page_ids = self._pages.numpy()
-        query_end = page_end = 0
-        for row in range(rows):
-            length = lengths[row] if row < len(lengths) else 0
-            end = starts[row] + length if length else 0
-            needed = -(-end // size)
-            if page_end + needed > self._limits.pages:
-                raise ValueError(f"more than {self._limits.pages} pages")
-            if needed:
-                page_ids[page_end : page_end + needed] = pages[row][:needed]
-            query_end, page_end = query_end + length, page_end + needed
-            query_ends[row + 1], page_ends[row + 1] = query_end, page_end
-            last_page[row] = end - size * (needed - 1) if needed else 0
-            context[row] = end
-        return page_end
+    def _fill(self, pinned: _Pinned, starts: Sequence[int], lengths: Sequence[int], pages: Sequence[Ints]) -> int:
+        """Write the pinned arrays, padded to the limit of rows; returns the number of pages."""
+        size, rows, given = self._heads.page_size, self._limits.rows, len(lengths)
+        tokens, contexts = np.zeros((2, rows), np.int32)
+        tokens[:given] = lengths
+        contexts[:given] = np.where(tokens[:given] > 0, tokens[:given] + np.asarray(starts, np.int32)[:given], 0)
+        counts = -(-contexts // size)
+        total = int(counts.sum())
+        if total > self._limits.pages:
+            raise ValueError(f"{total} pages; the limits are {self._limits}")
+        ends = pinned.ends.numpy()
+        np.cumsum(tokens, out=ends[1 : rows + 1])
+        np.cumsum(counts, out=ends[rows + 2 : 2 * rows + 2])
+        ends[2 * rows + 2 :] = contexts - size * np.maximum(counts - 1, 0)
+        pinned.lengths.numpy()[:] = contexts
+        if given:
+            lists = [page_list[:count] for page_list, count in zip(pages[:given], counts[:given].tolist(), strict=True)]
+            np.concatenate(lists, out=pinned.pages.numpy()[:total])
+        return total
 
 
-_NONE = np.empty(0, np.int32)
+def _columns(ends: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views of the rows' ends of queries and of pages, each behind a 0, and of the fills of their last pages."""
+    return ends[: rows + 1], ends[rows + 1 : 2 * rows + 2], ends[2 * rows + 2 :]

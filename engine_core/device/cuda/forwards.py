@@ -1,0 +1,119 @@
+"""What the graphs of a CUDA worker do: decode, chunks with or without decode rows, drawing.
+
+Owns the order of work over static buffers and device tables, as functions to be captured; `opening.py` captures them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from engine_core.config import WorkerConfig
+from engine_core.device.cuda.compute import Heads, LaneWork
+from engine_core.device.driver import Driver
+from engine_core.device.green import GreenPartition
+from engine_core.device.lanes import LaneStream
+from engine_core.model_config import ModelConfig
+from engine_core.ops.cuda.attention import DecodeAttention
+from engine_core.ops.cuda.decoder import CudaDecoder
+from engine_core.ops.cuda.layer import Heads as HeadShape
+from engine_core.ops.cuda.nvrtc import CudaKernels
+from engine_core.ops.cuda.sampling import Sampler, SamplingTables
+from engine_core.step import Lane
+
+
+@dataclass(slots=True)
+class Opened:
+    """What exists before the KV cache does."""
+
+    config: WorkerConfig
+    model: ModelConfig
+    shape: HeadShape
+    device: torch.device
+    driver: Driver
+    streams: dict[Lane, LaneStream]
+    partition: GreenPartition | None
+    decoder: CudaDecoder
+    kernels: CudaKernels
+    page_table: torch.Tensor
+    tables: SamplingTables
+    sampler: Sampler
+    lanes: dict[Lane, LaneWork]
+    heads: Heads
+    row_buckets: list[int]
+    mixed_rows: list[int]
+    """Buckets of decode rows that share a forward with chunks."""
+    token_buckets: list[int]
+    """Tokens of chunks."""
+    sms: int
+
+    @property
+    def scale(self) -> float:
+        return float(self.model.head_dim**-0.5)
+
+    @property
+    def most_tokens(self) -> int:
+        """Of one forward, padding included."""
+        return max([0, *self.mixed_rows]) + self.token_buckets[-1]
+
+    def attention(self, sms: int) -> DecodeAttention:
+        """Decode attention with workspaces of its own, for a lane of so many SMs."""
+        return DecodeAttention(self.shape, self.row_buckets[-1], sms, self.device, self.kernels)
+
+
+def ragged(
+    opened: Opened, lane: Lane, rows: int, tokens: int, attention: DecodeAttention, kv: torch.Tensor
+) -> Callable[[], None]:
+    """A forward over `tokens` tokens of chunks, behind `rows` decode rows: 0 on the prefill lane."""
+    work, decoder = opened.lanes[lane], opened.decoder
+    staged, total = work.staging.on_device, rows + tokens
+    slots, positions = staged["token_slots"][:total], staged["token_positions"][:total]
+
+    def attend(qkv: torch.Tensor, pool: torch.Tensor, out: torch.Tensor) -> None:
+        if rows:
+            attention(qkv[:rows], pool, slots[:rows], positions[:rows], opened.page_table, out[:rows], opened.scale)
+        work.prefill.run(qkv[rows:, : opened.shape.query], pool, out[rows:])
+
+    def run() -> None:
+        ids = staged["ids"][:total]
+        if lane is Lane.PRIMARY:
+            opened.page_table.view(-1).index_copy_(0, staged["targets"], staged["pages"])
+        if rows:
+            attention.plan(slots[:rows], positions[:rows])
+            ids = torch.where(ids < 0, opened.tables.last_token[slots.clamp(min=0)], ids)
+        residual = work.residual[:total]
+        residual.copy_(decoder.embedding[ids])
+        decoder.layers(residual, slots, positions, kv, attend, fused=False)
+
+    return run
+
+
+def decode(opened: Opened, bucket: int, attention: DecodeAttention, kv: torch.Tensor) -> Callable[[], None]:
+    """One token for each of `bucket` rows; the rows' final states are left where the head reads them."""
+    staged, rows = opened.lanes[Lane.PRIMARY].staging.on_device, opened.heads.rows[:bucket]
+    slots, positions = staged["slots"][:bucket], staged["positions"][:bucket]
+
+    def attend(qkv: torch.Tensor, pool: torch.Tensor, out: torch.Tensor) -> None:
+        attention(qkv, pool, slots, positions, opened.page_table, out, opened.scale)
+
+    def run() -> None:
+        opened.page_table.view(-1).index_copy_(0, staged["targets"][:bucket], staged["pages"][:bucket])
+        opened.decoder.embed_last(opened.tables.last_token, slots, rows)
+        attention.plan(slots, positions)
+        opened.decoder.layers(rows, slots, positions, kv, attend, fused=True)
+
+    return run
+
+
+def head(opened: Opened, bucket: int) -> Callable[[], None]:
+    """Logits of the head's rows and a draw for each."""
+    staged = opened.lanes[Lane.PRIMARY].staging.on_device
+    slots, positions = staged["sample_slots"][:bucket], staged["sample_positions"][:bucket]
+
+    def run() -> None:
+        logits = opened.decoder.logits(opened.heads.rows[:bucket])
+        opened.sampler(logits, slots, positions, opened.heads.tokens[:bucket])
+
+    return run
