@@ -70,8 +70,11 @@ FLAGS = (
     Flag("async_depth", int, "steps in flight, 1 to 3"),
     Flag("max_queue", int, "sequences waiting at once; more are refused"),
     Flag("tensor_parallel_size", int, "workers that share the model", ("-tp",)),
-    Flag("decode_overlap", str, "lane of prefill beside decode: off, stream or green"),
-    Flag("decode_sms", int, "SMs of decode while a prefill is in flight, for green"),
+    Flag("decode_overlap", str, "lane of prefill beside decode: off, stream, green or auto"),
+    Flag("decode_sms", int, "SMs of decode while a prefill is in flight, for green and auto"),
+    Flag(
+        "itl_target_ms", float, "what a decode step may take beside prefill, for auto; default: 1.8 times its lone pace"
+    ),
     Flag("threads", int, "CPU threads of a worker; default: the cores it may use"),
     Flag("gpu_wait_timeout", float, "seconds that one step may take on a worker"),
     Flag("worker_timeout", float, "seconds of silence after which a worker counts as frozen"),

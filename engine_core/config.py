@@ -15,7 +15,7 @@ MIB = 1 << 20
 DEVICES = ("cpu", "cuda", "fake")
 DTYPES = ("auto", "float32", "bfloat16")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
-OVERLAP_MODES = ("off", "stream", "green")
+OVERLAP_MODES = ("off", "stream", "green", "auto")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +47,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel_size: int = 1
     decode_overlap: str = "off"
     decode_sms: int | None = None
+    itl_target_ms: float | None = None
+    """With auto: what a decode step may take while prompts are computed; default: 1.8 times its lone pace."""
     threads: int | None = None
     """CPU threads of a worker; default: the cores this process may use."""
     gpu_wait_timeout: float = 60.0
@@ -87,8 +89,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         _one_of("--decode-overlap", self.decode_overlap, OVERLAP_MODES)
         if self.decode_overlap != "off" and self.device_kind == "cpu":
             raise ConfigError(f"--decode-overlap {self.decode_overlap} needs --device cuda; on cpu use off")
-        if self.decode_sms is not None and self.decode_overlap != "green":
-            raise ConfigError("--decode-sms goes with --decode-overlap green; the other modes share all SMs")
+        if self.decode_sms is not None and self.decode_overlap not in ("green", "auto"):
+            raise ConfigError("--decode-sms goes with --decode-overlap green or auto; the other modes share all SMs")
+        if self.itl_target_ms is not None:
+            if self.decode_overlap != "auto":
+                raise ConfigError("--itl-target-ms goes with --decode-overlap auto; the other modes follow no target")
+            if not 0.1 <= self.itl_target_ms <= 10_000:
+                raise ConfigError(f"--itl-target-ms is {self.itl_target_ms}; it must be from 0.1 to 10000")
         _loopback("--host", self.host)
         _within("--port", self.port, 0, 65535)
         _one_of("--dtype", self.dtype, DTYPES)

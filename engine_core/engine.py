@@ -26,6 +26,7 @@ from engine_core.request import (
 )
 from engine_core.scheduling.flight import ResultMismatch
 from engine_core.scheduling.outputs import Events, OutputBuffer
+from engine_core.scheduling.policy import Way
 from engine_core.scheduling.scheduler import Scheduler
 from engine_core.scheduling.sequence import Ended
 from engine_core.step import StepResult
@@ -59,6 +60,9 @@ class EngineStats:
     prefix_hits: int
     prefill_launches: int
     prefill_completions: int
+    prefills_alone: int
+    prefills_mixed: int
+    prefills_lane: int
     rows_discarded: int
 
 
@@ -217,7 +221,10 @@ class Engine:
             preemptions=scheduler.sequences.preemptions,
             prefix_queries=scheduler.residency.prefix_queries,
             prefix_hits=scheduler.residency.prefix_hits,
-            prefill_launches=scheduler.prefill_launches,
+            prefill_launches=sum(scheduler.prefill_launches.values()),
+            prefills_alone=scheduler.prefill_launches[Way.ALONE],
+            prefills_mixed=scheduler.prefill_launches[Way.MIXED],
+            prefills_lane=scheduler.prefill_launches[Way.LANE],
             prefill_completions=scheduler.results.prefill_completions,
             rows_discarded=scheduler.results.rows_discarded,
         )

@@ -39,6 +39,7 @@ from engine_core.log import configure, event
 from engine_core.model_config import ModelConfig
 from engine_core.progress import Progress
 from engine_core.request import MAX_LOGPROBS, ModelLimits, Output
+from engine_core.scheduling.policy import AutoPolicy, FixedPolicy, PrefillPolicy
 from engine_core.scheduling.scheduler import Scheduler
 from engine_core.service import DRAIN_CAP_S, ENGINE_SERVICE, EngineService, State, bind, bind_unix, build_server
 from engine_core.session import MAX_MESSAGE_BYTES, MAX_UNACKED_BYTES
@@ -249,9 +250,19 @@ def build_engine(
         eos_token_ids=model.eos_token_ids,
         async_depth=config.async_depth,
         prefix_caching=config.enable_prefix_caching,
-        overlap=config.decode_overlap != "off",
+        policy=prefill_policy(config, ready),
     )
     return Engine(scheduler, Ledger(), executor, publish)
+
+
+def prefill_policy(config: EngineConfig, ready: Ready) -> PrefillPolicy:
+    """What `--decode-overlap` says about prompts that arrive beside decode rows."""
+    if config.decode_overlap != "auto":
+        return FixedPolicy(config.token_budget, lane=config.decode_overlap != "off")
+    if ready.times is None:
+        raise ConfigError(f"--decode-overlap auto needs a worker that measures its steps; {ready.device} doesn't")
+    target_us = None if config.itl_target_ms is None else 1e3 * config.itl_target_ms
+    return AutoPolicy(config.token_budget, ready.times, target_us)
 
 
 def model_limits(config: EngineConfig, model: ModelConfig, ready: Ready) -> ModelLimits:

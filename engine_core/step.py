@@ -149,8 +149,27 @@ class StepResult(msgspec.Struct, array_like=True, frozen=True):
     error: str | None = None
     """The forward raised (out of memory, a Python error) and quiescence was proven: the whole cause chain. All rows
     of the step failed and `tokens` is empty. A batch on the prefill lane fails by its own `PrefillResult.error`."""
-    forward_us: int = 0
-    """Time of the step on the worker, µs: plan read to result ready."""
+    busy_us: int = 0
+    """What the step took, µs: from its launch, or the result before it if that came later, to its own completion."""
+
+
+class StepTimes(msgspec.Struct, array_like=True, frozen=True):
+    """What forwards take on this worker's device, µs, measured at start with rows that have no context."""
+
+    decode: list[tuple[int, int]]
+    """(rows, µs) on the whole GPU, ascending."""
+    beside: list[tuple[int, int]]
+    """The same on the decode partition."""
+    mixed: list[tuple[int, int, int]]
+    """(decode rows, tokens of a chunk, µs) on the whole GPU, ascending; the largest rows cover all that can run."""
+    lane: list[tuple[int, int]]
+    """(tokens, µs) of a prefill on its partition, ascending."""
+    context_ns: float
+    """Of decode attention on the whole GPU, for each token of KV that it reads."""
+    beside_slowdown: float
+    """That on the decode partition, over the whole GPU."""
+    history_ns: float
+    """Of prefill attention on the whole GPU, for each token of a chunk and each token of KV before the chunk."""
 
 
 class Lane(enum.IntEnum):

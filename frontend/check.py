@@ -117,13 +117,13 @@ def _device(device: str) -> Finding:
 def _lanes(probed: dict[str, Any] | str) -> Finding:
     """Lane modes that this version serves on this machine."""
     if isinstance(probed, str) or not probed["gpus"]:
-        return Finding("lane modes", None, "off (stream and green need a GPU)")
+        return Finding("lane modes", None, "off (stream, green and auto need a GPU)")
     served = [gpu for gpu in probed["gpus"] if gpu["capability"] == LANE_CAPABILITY]
     if not served:
         return Finding("lane modes", None, f"off (the kernels are made for compute capability {LANE_CAPABILITY})")
     largest = (served[0]["sms"] - SM_ALIGNMENT) // SM_ALIGNMENT * SM_ALIGNMENT
     split = f"--decode-sms {SM_ALIGNMENT} to {largest} of {served[0]['sms']} in steps of {SM_ALIGNMENT}"
-    return Finding("lane modes", None, f"off, stream, green with {split}")
+    return Finding("lane modes", None, f"off, stream, green and auto with {split}")
 
 
 def _model(model: str, device: str) -> Finding:

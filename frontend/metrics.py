@@ -36,6 +36,9 @@ _COUNTER_HELP = {
     "prefix_queries": "Pages looked up in the prefix cache",
     "prefix_hits": "Pages found in the prefix cache",
     "prefill_launches": "Prefill batches launched",
+    "prefills_alone": "Steps with chunks of prompts and no decode row",
+    "prefills_mixed": "Steps whose chunks shared the decode rows' forward",
+    "prefills_lane": "Steps whose chunks went to the prefill lane",
     "prefill_completions": "Prefill batches proven complete",
     "rows_discarded": "Rows computed behind a stop that was found late",
 }

@@ -17,7 +17,7 @@ from engine_core.device.driver import Driver
 from engine_core.device.lanes import LaneStream
 from engine_core.errors import ConfigError
 from engine_core.model_config import ModelConfig
-from engine_core.step import Lane, LogprobBlock, PromptLogprobBlock, RowStart
+from engine_core.step import Lane, LogprobBlock, PromptLogprobBlock, RowStart, StepTimes
 
 Int32 = npt.NDArray[np.int32]
 
@@ -134,6 +134,8 @@ class Device:
     lanes: LaneSizes
     timed: bool = False
     """Its events can tell time."""
+    times: StepTimes | None = None
+    """What forwards take, where the policy asks for it."""
 
 
 DEFAULT_KV_BYTES = 1 << 30

@@ -22,7 +22,7 @@ from engine_core.device.fake_driver import HOST, Clocks, FakeTable, RaceDetected
 from engine_core.device.green import SM_ALIGNMENT, GreenPartition
 from engine_core.device.streams import open_streams
 from engine_core.model_config import load_model_config
-from engine_core.step import Lane, LogprobBlock, PromptLogprobBlock, RowStart
+from engine_core.step import Lane, LogprobBlock, PromptLogprobBlock, RowStart, StepTimes
 
 
 def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -217,6 +217,22 @@ def open_on(table: FakeTable, config: WorkerConfig, watch: Watch, progress: Call
         dtype="float32",
         name="fake",
         lanes=_lane_sizes(partition),
+        times=pretended_times(config.max_num_seqs) if config.decode_overlap == "auto" else None,
+    )
+
+
+def pretended_times(rows: int) -> StepTimes:
+    """Of a GPU on which a chunk costs 20 us a token beside decode, and 30 us on its own partition."""
+    sizes = [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096) if size < rows] + [rows]
+    tokens = (32, 64, 128, 256, 512, 1024, 2048)
+    return StepTimes(
+        decode=[(size, 3000 + 10 * size) for size in sizes],
+        beside=[(size, 4500 + 15 * size) for size in sizes],
+        mixed=[(size, count, 3200 + 10 * size + 20 * count) for size in sizes for count in tokens],
+        lane=[(count, 2000 + 30 * count) for count in (*tokens, 4096, 8192)],
+        context_ns=35.0,
+        beside_slowdown=1.5,
+        history_ns=1.0,
     )
 
 

@@ -16,7 +16,7 @@ from engine_core.step import Lane
 def open_streams(
     driver: Driver, overlap: str, decode_sms: int | None, created: ExitStack
 ) -> tuple[dict[Lane, LaneStream], GreenPartition | None]:
-    """Streams by lane, and the partition that `green` keeps them in; `created` destroys all of it, once proven idle.
+    """Streams by lane, and the partition of `green` and `auto`; `created` destroys all of it, once proven idle.
 
     The primary stream is one of its own, never the legacy default stream, and of the highest priority; a prefill
     stream that shares the SMs is of the lowest. Raises ConfigError for a split that can't be had.
@@ -25,7 +25,7 @@ def open_streams(
     streams = {Lane.PRIMARY: _stream(driver, greatest, created)}
     if overlap == "stream":
         streams[Lane.PREFILL] = _stream(driver, least, created)
-    if overlap != "green":
+    if overlap not in ("green", "auto"):
         return streams, None
     partition = split(driver, DEFAULT_DECODE_SMS if decode_sms is None else decode_sms)
     created.callback(partition.close)

@@ -14,7 +14,7 @@ import msgspec
 
 from engine_core.config import WorkerConfig
 from engine_core.errors import ProtocolViolation
-from engine_core.step import WIRE_VERSION, StepPlan, StepResult
+from engine_core.step import WIRE_VERSION, StepPlan, StepResult, StepTimes
 
 MAX_FRAME_BYTES = 64 << 20
 """A plan's largest part is the ids of newly started rows."""
@@ -49,6 +49,8 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     decode_sms: int = 0
     prefill_sms: int = 0
     sm_alignment: int = 0
+    times: StepTimes | None = None
+    """Where the lanes' policy follows the load."""
 
 
 class Plan(msgspec.Struct, tag="plan", array_like=True, frozen=True):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine_core.errors import EngineDead
+from engine_core.scheduling.policy import Load, Observed
 from engine_core.scheduling.rows import RowGroup
 from engine_core.step import LogprobBlock, PrefillResult, StepResult
 
@@ -72,6 +73,8 @@ class Flight:
     """Those that share the step's forward."""
     batch: PrefillBatch | None = None
     """The one that this plan launches on the prefill lane."""
+    load: Load | None = None
+    """What the policy was asked about, where its time can teach the policy."""
 
     @property
     def empty(self) -> bool:
@@ -108,6 +111,14 @@ class InFlight:
         self.working += not flight.empty
         if flight.batch is not None:
             self.batch = flight.batch
+
+    def observed(self) -> Observed | None:
+        """What the oldest plan was, if its time says what such a step takes: no batch ran beside it."""
+        flight = self._flights[0] if self._flights else None
+        if flight is None or flight.load is None or flight.batch is not None or self.batch is not None:
+            return None
+        tokens = sum(chunk.length for chunk in flight.chunks)
+        return Observed(flight.load, tokens)
 
     def land(self, result: StepResult) -> Flight:
         """The plan that a result answers, after all its counts were checked. Raises ResultMismatch."""

@@ -6,10 +6,10 @@ they run short, the running sequence last in that order is preempted for one bef
 first in order always gets on, and with it everybody. Up to `async_depth` plans are in flight: lengths advance here,
 without a result; only ends by a stop id are found late, and their extra rows are discarded.
 
-With `overlap`, the chunks of a plan that has decode rows go out as a batch for the prefill lane, and decode goes on
-beside it; a plan without decode rows computes its chunks on the primary lane, with the whole GPU. While a batch is on
-the prefill lane no plan holds chunks (rule L6): so a sequence's chunks are on one lane at a time, and no slot is
-started anew under a batch that hasn't joined.
+How many prompt tokens a plan with decode rows holds, and whether they share its forward or go out as a batch for the
+prefill lane, is the policy's choice (`policy.py`); a plan without decode rows computes its chunks on the primary lane,
+with the whole GPU. While a batch is on the prefill lane no plan holds chunks (rule L6): so a sequence's chunks are on
+one lane at a time, and no slot is started anew under a batch that hasn't joined.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from engine_core.scheduling.deadlines import Deadlines
 from engine_core.scheduling.flight import Chunk, Flight, InFlight, PrefillBatch, ResultMismatch
 from engine_core.scheduling.open_sequences import OpenSequences
 from engine_core.scheduling.outputs import Events, Started
+from engine_core.scheduling.policy import Choice, Load, PrefillPolicy, Way
 from engine_core.scheduling.residency import Residency
 from engine_core.scheduling.results import Results
 from engine_core.scheduling.rows import DECODE, RowGroup, Slots
@@ -33,6 +34,9 @@ from engine_core.step import MAX_CHUNKS, Lane, PrefillChunk, RowStart, StepPlan,
 ADMITTED_TOKENS_PER_STEP = 16384
 """Known ids of the sequences that one step admits, so that the host work of long prompts (cached ones cost no budget)
 doesn't stretch the other rows' step. One sequence of any length may always enter."""
+OBSERVED_EVERY = 16
+"""Of so many steps of decode rows alone, the policy sees one."""
+NO_PREFILL = Choice(0, Way.ALONE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +69,13 @@ class Scheduler:
         eos_token_ids: tuple[int, ...],
         async_depth: int,
         prefix_caching: bool,
-        overlap: bool,
+        policy: PrefillPolicy,
     ) -> None:
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError("every running sequence may decode one token a step: the token budget must cover them")
         self.steps = 0
-        self.prefill_launches = 0
+        self.prefill_launches = dict.fromkeys(Way, 0)
+        """Plans with chunks, by how they were computed."""
         self.residency = Residency(
             max_num_seqs=max_num_seqs,
             page_size=page_size,
@@ -85,9 +90,8 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._rows = self.residency.rows
         self._pool = self.residency.pool
-        self._token_budget = max_num_batched_tokens
+        self._policy = policy
         self._async_depth = async_depth
-        self._overlap = overlap
         self._started: list[Started] = []
         self._decoding = self._rows.decoding()
         """The rows that decode, gathered for as many plans as they stay the same …"""
@@ -146,7 +150,11 @@ class Scheduler:
 
     def apply(self, result: StepResult) -> Events:
         """What a step's result brings about. Raises ResultMismatch, having applied nothing."""
-        return self.results.apply(result)
+        observed = self.in_flight.observed()
+        events = self.results.apply(result)
+        if observed is not None and result.error is None:
+            self._policy.observe(observed, result.busy_us)
+        return events
 
     def fail_owed(self, mismatch: ResultMismatch, cause: str) -> Events:
         """End the sequences of a lost result; nothing they hold is used again."""
@@ -181,25 +189,58 @@ class Scheduler:
         if self.in_flight.working >= self._async_depth:
             return None
         decode, grown, page_ids = self._plan_decode()
-        starts, chunks = self._plan_prefill(self._prefill_budget(decode.slots.size))
+        load, choice = self._choose(decode)
+        starts, chunks = self._plan_prefill(choice.tokens)
         if decode.slots.size == 0 and not chunks and (self.in_flight.batch is None or len(self.in_flight)):
             return None
-        return self._submit(decode, grown, page_ids, starts, chunks)
+        return self._submit(decode, grown, page_ids, starts, chunks, choice.way if chunks else None, load)
+
+    def _choose(self, decode: RowGroup) -> tuple[Load | None, Choice]:
+        """What the policy says to this load: no prompt token while a batch is on the prefill lane (rule L6).
+
+        The load is None where it needn't be known: for most steps of decode rows alone.
+        """
+        prefilling = self.in_flight.batch is None and bool(self.sequences.prefilling or len(self.sequences.waiting))
+        if not prefilling and (self.in_flight.batch is not None or self.steps % OBSERVED_EVERY):
+            return None, NO_PREFILL
+        load = self._load(decode.slots)
+        return load, self._policy.choose(load) if prefilling else NO_PREFILL
+
+    def _load(self, decode: Slots) -> Load:
+        computed, known = self._rows.computed, self._rows.known
+        slots = [sequence.slot for sequence in self.sequences.prefilling]
+        remaining, history = sum(int(known[slot] - computed[slot]) for slot in slots), 0
+        if slots:
+            history = int(computed[slots[0]])
+        head = self.sequences.waiting.head()
+        if head is not None:
+            remaining += head.stored * len(self.sequences.waiting)
+        return Load(decode.size, int(computed[decode].sum()), max(1, remaining), history)
 
     def _submit(
-        self, decode: RowGroup, grown: Slots, page_ids: bytes, starts: list[RowStart], chunks: list[Chunk]
+        self,
+        decode: RowGroup,
+        grown: Slots,
+        page_ids: bytes,
+        starts: list[RowStart],
+        chunks: list[Chunk],
+        way: Way | None,
+        load: Load | None,
     ) -> StepPlan:
         """Book a plan as in flight: lengths advance and fences move now, no result is waited for."""
         self.steps += 1
-        on_lane = self._overlap and bool(chunks) and decode.slots.size > 0
+        on_lane = way is Way.LANE
         self._book_decode(decode.slots)
         self._book_chunks(chunks, on_lane=on_lane)
+        if way is not None:
+            self.prefill_launches[way] += 1
         self.in_flight.submit(
             Flight(
                 step=self.steps,
                 rows=decode,
                 chunks=[] if on_lane else chunks,
                 batch=PrefillBatch(self.steps, chunks) if on_lane else None,
+                load=load,
             )
         )
         return StepPlan(
@@ -219,7 +260,6 @@ class Scheduler:
 
     def _book_chunks(self, chunks: list[Chunk], *, on_lane: bool) -> None:
         """A row on the prefill lane decodes after its join; one that shares the forward can be in the next plan."""
-        self.prefill_launches += bool(chunks)
         for chunk in chunks:
             self._rows.computed[chunk.slot] = chunk.end
             self._rows.fences[Lane.PRIMARY][chunk.slot] = self.steps
@@ -283,17 +323,11 @@ class Scheduler:
 
     # -------------------------- prefill and admission
 
-    def _prefill_budget(self, decode_rows: int) -> int:
-        """Prompt tokens that this step may compute: none while a batch is on the prefill lane (rule L6)."""
-        if self.in_flight.batch is not None:
-            return 0
-        return self._token_budget if self._overlap else self._token_budget - decode_rows
-
     def _plan_prefill(self, budget: int) -> tuple[list[RowStart], list[Chunk]]:
         """Chunks in order of (priority, arrival), from running prefills and, as long as it fits, from the queue."""
         starts: list[RowStart] = []
         chunks: list[Chunk] = []
-        if not self.sequences.prefilling and not len(self.sequences.waiting):
+        if not budget:
             return starts, chunks
         deferred: list[Sequence] = []
         running = [s for s in self.sequences.prefilling if self._rows.computed[s.slot] < self._rows.known[s.slot]]

@@ -88,6 +88,7 @@ class Runner:
         self._prefill: PrefillFlight | None = None
         self._prefills = 0
         self._expected = 1
+        self._last_result = now()
 
     # ------------------------------------------------------------------ launch
 
@@ -286,8 +287,13 @@ class Runner:
             primary_complete=flight.step,
             prefill_complete=self._lanes.proven(Lane.PREFILL),
             error=flight.error,
-            forward_us=round((self._now() - flight.started) * 1e6),
+            busy_us=self._busy_us(flight),
         )
+
+    def _busy_us(self, flight: StepFlight) -> int:
+        """From its launch, or the result before it, to now that its completion was found."""
+        began, self._last_result = max(flight.started, self._last_result), self._now()
+        return round((self._last_result - began) * 1e6)
 
     def _prefill_result(self, flight: PrefillFlight) -> PrefillResult:
         sampled: Sampled | None = None

@@ -232,7 +232,9 @@ def _serve(frames: ZmqFrames, channel: FrameChannel, rank: int, control_fd: int 
         return EXIT_REFUSED if refused else EXIT_FAILED
     loaded = time.monotonic() - started
     lanes = (device.lanes.decode_sms, device.lanes.prefill_sms, device.lanes.sm_alignment)
-    channel.send(Ready(device.total_pages, device.max_model_len, device.dtype, device.name, loaded, *lanes))
+    channel.send(
+        Ready(device.total_pages, device.max_model_len, device.dtype, device.name, loaded, *lanes, device.times)
+    )
     worker = Worker(channel, runner, watchdog, fail_stop.abort, wait_timeout=config.gpu_wait_timeout)
     try:
         _loop(frames, worker, device, step_log)

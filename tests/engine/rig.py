@@ -19,6 +19,7 @@ from engine_core.request import (
     SamplingParams,
     prefix_chain,
 )
+from engine_core.scheduling.policy import FixedPolicy, PrefillPolicy
 from engine_core.scheduling.scheduler import Scheduler
 from tests.engine.simulated_worker import EOS, SimulatedWorker, params
 
@@ -51,6 +52,7 @@ class Rig:
         async_depth: int = 1,
         prefix_caching: bool = True,
         overlap: bool = False,
+        policy: PrefillPolicy | None = None,
     ) -> None:
         self.page_size = page_size
         self.now = 0.0
@@ -67,7 +69,7 @@ class Rig:
             eos_token_ids=(EOS,),
             async_depth=async_depth,
             prefix_caching=prefix_caching,
-            overlap=overlap,
+            policy=FixedPolicy(max_num_batched_tokens, lane=overlap) if policy is None else policy,
         )
         self.ledger = Ledger()
         self.engine = Engine(self.scheduler, self.ledger, self.worker, self._publish)

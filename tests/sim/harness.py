@@ -23,6 +23,7 @@ from engine_core.request import (
     prefix_chain,
     resolve,
 )
+from engine_core.scheduling.policy import Choice, FixedPolicy, Load, Observed, Way
 from engine_core.scheduling.scheduler import Scheduler
 from engine_core.step import Lane
 from tests.sim.executor import SimExecutor
@@ -32,8 +33,26 @@ SHUT_DOWN = "shut down"
 NOW = 0.0
 
 
+class TakingTurns:
+    """A policy as changeable as `auto` can get: a small chunk mixed in, a batch on the lane, a large chunk, …"""
+
+    def __init__(self, budget: int) -> None:
+        self._budget = budget
+        self._asked = 0
+
+    def choose(self, load: Load) -> Choice:
+        if not load.rows:
+            return Choice(self._budget, Way.ALONE)
+        self._asked += 1
+        ways = (Choice(3, Way.MIXED), Choice(self._budget, Way.LANE), Choice(self._budget - load.rows, Way.MIXED))
+        return ways[self._asked % len(ways)]
+
+    def observe(self, observed: Observed, busy_us: int) -> None:
+        assert observed.load.rows or observed.tokens, "an empty step was observed"
+
+
 class Sim:
-    """One engine over `ranks` workers. `overlap`: off, stream or green."""
+    """One engine over `ranks` workers. `overlap`: off, stream, green, or auto, which takes turns."""
 
     def __init__(
         self,
@@ -58,7 +77,7 @@ class Sim:
             eos_token_ids=(3,),
             async_depth=depth,
             prefix_caching=prefix_caching,
-            overlap=overlap != "off",
+            policy=TakingTurns(budget) if overlap == "auto" else FixedPolicy(budget, lane=overlap != "off"),
         )
         self.engine = Engine(self.scheduler, Ledger(), self.executor, self._publish)
         self.limits = ModelLimits(VOCAB, CONTEXT, PAGE, pages, (3,))

@@ -92,7 +92,7 @@ class Life:
         assert gauges.pages_free + gauges.pages_cached == gauges.pages_total
 
 
-@pytest.mark.parametrize("overlap", ["off", "stream", "green"])
+@pytest.mark.parametrize("overlap", ["off", "stream", "green", "auto"])
 @settings(max_examples=60, deadline=None)
 @given(moves=MOVES, depth=st.integers(1, 3), pages=st.sampled_from([26, 40]), cache=st.booleans())
 def test_any_schedule_gives_the_same_tokens_and_one_ending_each(

@@ -39,7 +39,7 @@ BODIES: list[Body] = [
             [PrefillChunk(3, 0, 2, True)],
         )
     ),
-    Result(StepResult(1, b"\1\0\0\0", None, [], 1, 0, error="RuntimeError: out of memory", forward_us=650)),
+    Result(StepResult(1, b"\1\0\0\0", None, [], 1, 0, error="RuntimeError: out of memory", busy_us=650)),
     Quiesce(1),
     Quiesced(1),
     Farewell("cause", config_error=True),

@@ -25,6 +25,7 @@ POLICY_NAMES = (
     "scheduling.flight",
     "scheduling.open_sequences",
     "scheduling.outputs",
+    "scheduling.policy",
     "scheduling.residency",
     "scheduling.results",
     "scheduling.rows",

@@ -19,6 +19,7 @@ from engine_core.device.cuda.compute import CudaCompute, Heads, LaneWork, Replay
 from engine_core.device.cuda.driver import CudaTable
 from engine_core.device.cuda.forwards import Opened, decode, head, ragged
 from engine_core.device.cuda.graphs import CHUNK_SIZES, DECODE_SIZES, MIXED_ROWS, GraphPool, buckets
+from engine_core.device.cuda.measure import step_times
 from engine_core.device.cuda.rows import DeviceRows
 from engine_core.device.cuda.staging import Staging
 from engine_core.device.driver import Driver, Watch
@@ -36,7 +37,7 @@ from engine_core.ops.cuda.nvrtc import CodeCache, CudaKernels
 from engine_core.ops.cuda.prefill import PagedPrefill, PrefillLimits, choose_backend
 from engine_core.ops.cuda.sampling import Sampler, SamplingTables
 from engine_core.ops.cuda.splits import PAGE
-from engine_core.step import MAX_CHUNKS, Lane
+from engine_core.step import MAX_CHUNKS, Lane, StepTimes
 
 _cuda: Any = torch.cuda  # torch's annotations of streams are incomplete
 
@@ -62,7 +63,7 @@ def open_device(config: WorkerConfig, watch: Watch, progress: Progress) -> Devic
     created = ExitStack()
     opened = _open(config, model, ordinal, properties.multi_processor_count, driver, created, progress)
     max_model_len, kv = _kv_cache(opened, progress)
-    compute = _compute(opened, kv, created, progress)
+    compute, times = _compute(opened, kv, created, progress)
     return Device(
         driver=driver,
         streams=opened.streams,
@@ -74,6 +75,7 @@ def open_device(config: WorkerConfig, watch: Watch, progress: Progress) -> Devic
         name=f"cuda:{ordinal} {properties.name}",
         lanes=_lane_sizes(opened),
         timed=True,
+        times=times,
     )
 
 
@@ -247,12 +249,20 @@ def _kv_cache(opened: Opened, progress: Progress) -> tuple[int, torch.Tensor]:
     return min(wanted, fits), kv
 
 
-def _compute(opened: Opened, kv: torch.Tensor, created: ExitStack, progress: Progress) -> CudaCompute:
+def _compute(
+    opened: Opened, kv: torch.Tensor, created: ExitStack, progress: Progress
+) -> tuple[CudaCompute, StepTimes | None]:
+    """The work, captured; and what it takes, for a policy that asks."""
     capture = _Capture(opened, kv, progress)
     capture.ragged()
     decoding = capture.decode()
     capture.heads()
-    return CudaCompute(
+    times = None
+    if opened.config.decode_overlap == "auto":
+        progress("measure steps", 0, 1)
+        times = step_times(opened, decoding, kv.shape[1])
+        progress("measure steps", 1, 1)
+    compute = CudaCompute(
         decoder=opened.decoder,
         sampler=opened.sampler,
         rows=DeviceRows(opened.tables, opened.sampler, opened.page_table),
@@ -265,6 +275,7 @@ def _compute(opened: Opened, kv: torch.Tensor, created: ExitStack, progress: Pro
         page_table=opened.page_table,
         close=created.pop_all().close,
     )
+    return compute, times
 
 
 class _Capture:

@@ -372,7 +372,7 @@ class Gauges(_message.Message):
     def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., sessions: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_referenced: _Optional[int] = ..., pages_retiring: _Optional[int] = ..., steps_in_flight: _Optional[int] = ..., prefills_in_flight: _Optional[int] = ...) -> None: ...
 
 class Counters(_message.Message):
-    __slots__ = ("sequences_accepted", "sequences_rejected", "finished_stop", "finished_length", "finished_abort", "finished_error", "prompt_tokens", "cached_tokens", "output_tokens", "steps", "preemptions", "prefix_queries", "prefix_hits", "prefill_launches", "prefill_completions", "rows_discarded")
+    __slots__ = ("sequences_accepted", "sequences_rejected", "finished_stop", "finished_length", "finished_abort", "finished_error", "prompt_tokens", "cached_tokens", "output_tokens", "steps", "preemptions", "prefix_queries", "prefix_hits", "prefill_launches", "prefill_completions", "rows_discarded", "prefills_alone", "prefills_mixed", "prefills_lane")
     SEQUENCES_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     SEQUENCES_REJECTED_FIELD_NUMBER: _ClassVar[int]
     FINISHED_STOP_FIELD_NUMBER: _ClassVar[int]
@@ -389,6 +389,9 @@ class Counters(_message.Message):
     PREFILL_LAUNCHES_FIELD_NUMBER: _ClassVar[int]
     PREFILL_COMPLETIONS_FIELD_NUMBER: _ClassVar[int]
     ROWS_DISCARDED_FIELD_NUMBER: _ClassVar[int]
+    PREFILLS_ALONE_FIELD_NUMBER: _ClassVar[int]
+    PREFILLS_MIXED_FIELD_NUMBER: _ClassVar[int]
+    PREFILLS_LANE_FIELD_NUMBER: _ClassVar[int]
     sequences_accepted: int
     sequences_rejected: int
     finished_stop: int
@@ -405,7 +408,10 @@ class Counters(_message.Message):
     prefill_launches: int
     prefill_completions: int
     rows_discarded: int
-    def __init__(self, sequences_accepted: _Optional[int] = ..., sequences_rejected: _Optional[int] = ..., finished_stop: _Optional[int] = ..., finished_length: _Optional[int] = ..., finished_abort: _Optional[int] = ..., finished_error: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., prefill_launches: _Optional[int] = ..., prefill_completions: _Optional[int] = ..., rows_discarded: _Optional[int] = ...) -> None: ...
+    prefills_alone: int
+    prefills_mixed: int
+    prefills_lane: int
+    def __init__(self, sequences_accepted: _Optional[int] = ..., sequences_rejected: _Optional[int] = ..., finished_stop: _Optional[int] = ..., finished_length: _Optional[int] = ..., finished_abort: _Optional[int] = ..., finished_error: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., prefill_launches: _Optional[int] = ..., prefill_completions: _Optional[int] = ..., rows_discarded: _Optional[int] = ..., prefills_alone: _Optional[int] = ..., prefills_mixed: _Optional[int] = ..., prefills_lane: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("timeout_s",)

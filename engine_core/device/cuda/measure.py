@@ -1,0 +1,168 @@
+"""What this GPU's forwards take, measured at start over the captured graphs: what the lanes' policy predicts from.
+
+Owns the measuring; `scheduling/policy.py` owns what follows from it. Rows have no context unless said: their slots are
+-1, so that attention has nothing to read and nothing is written. Times on the prefill lane come from the host's clock
+(its stream may be of a Green Context, which takes no timing event, rule E2).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine_core.device.cuda.compute import Heads, LaneWork, Replay
+from engine_core.device.cuda.forwards import Opened
+from engine_core.device.cuda.graphs import bucket_of
+from engine_core.ops.cuda.splits import PAGE
+from engine_core.step import Lane, StepTimes
+
+_cuda: Any = torch.cuda  # torch's annotations of streams and events are incomplete
+REPEATS = 3
+MAX_MIXED = 2048
+CONTEXT_ROWS, CONTEXT = 32, 2048
+CHUNK, HISTORY = 256, 8192
+
+
+def step_times(opened: Opened, decoding: dict[bool, dict[int, Replay]], total_pages: int) -> StepTimes:
+    """Every table of `StepTimes`. The device is idle before and after; page tables and inputs are left as they were."""
+    meter = _Meter(opened, decoding)
+    lone, beside = meter.decode(), meter.beside()
+    context_ns, slowdown = meter.context(total_pages)
+    return StepTimes(
+        decode=lone,
+        beside=beside,
+        mixed=meter.mixed(),
+        lane=meter.lane(),
+        context_ns=context_ns,
+        beside_slowdown=slowdown,
+        history_ns=meter.history(),
+    )
+
+
+class _Meter:
+    def __init__(self, opened: Opened, decoding: dict[bool, dict[int, Replay]]) -> None:
+        self._opened = opened
+        self._decoding = decoding
+        self._primary: LaneWork = opened.lanes[Lane.PRIMARY]
+        self._prefill: LaneWork = opened.lanes[Lane.PREFILL]
+        self._heads: Heads = opened.heads
+
+    def _step(self, forward: Replay, rows: int) -> Callable[[], None]:
+        """A forward and the drawing behind it."""
+
+        def run() -> None:
+            forward()
+            self._heads.graphs[rows]()
+
+        return run
+
+    def _us(self, work: Callable[[], None], repeats: int = REPEATS) -> int:
+        """Of work on the primary lane, the median, once it has run untimed."""
+        times: list[float] = []
+        with _cuda.stream(self._primary.stream):
+            work()
+            for _ in range(repeats):
+                begin, end = (_cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                work()
+                end.record()
+                end.synchronize()
+                times.append(1e3 * begin.elapsed_time(end))
+        return round(statistics.median(times))
+
+    def decode(self) -> list[tuple[int, int]]:
+        return [(rows, self._us(self._step(replay, rows))) for rows, replay in sorted(self._decoding[False].items())]
+
+    def beside(self) -> list[tuple[int, int]]:
+        """While a prefill runs on the lane."""
+        out = []
+        for rows, replay in sorted(self._decoding[True].items()):
+            with self._prefilling():
+                out.append((rows, self._us(self._step(replay, rows), 2)))
+        return out
+
+    def _prefilling(self) -> _Prefilling:
+        tokens = bucket_of(self._opened.token_buckets, min(4096, self._opened.token_buckets[-1]))
+        return _Prefilling(self._prefill, tokens)
+
+    def mixed(self) -> list[tuple[int, int, int]]:
+        out = []
+        for rows, tokens in sorted(self._primary.ragged):
+            if rows and tokens <= MAX_MIXED:
+                self._plan(self._primary, 0, tokens)
+                drawn = bucket_of(self._opened.row_buckets, rows)
+                out.append((rows, tokens, self._us(self._step(self._primary.ragged[rows, tokens], drawn), 1)))
+        return out
+
+    def lane(self) -> list[tuple[int, int]]:
+        out = []
+        for _, tokens in sorted(self._prefill.ragged):
+            self._plan(self._prefill, 0, tokens)
+            began = time.perf_counter()
+            with _cuda.stream(self._prefill.stream):
+                self._prefill.ragged[0, tokens]()
+            self._prefill.stream.synchronize()
+            out.append((tokens, round(1e6 * (time.perf_counter() - began))))
+        return out
+
+    def context(self, total_pages: int) -> tuple[float, float]:
+        """(ns for each token of KV that decode attention reads, the same on the decode partition over it)."""
+        opened, staged = self._opened, self._primary.staging.on_device
+        rows = bucket_of(opened.row_buckets, min(CONTEXT_ROWS, opened.config.max_num_seqs))
+        pages = min(CONTEXT // PAGE, total_pages // rows, opened.page_table.shape[1])
+        table = torch.arange(rows * pages, dtype=torch.int32, device=opened.device).view(rows, pages)
+        times = {}
+        for full in (False, True):
+            if full:
+                opened.page_table[:rows, :pages] = table
+                staged["slots"][:rows] = torch.arange(rows, dtype=torch.int32, device=opened.device)
+                staged["positions"][:rows] = pages * PAGE - 1
+            _cuda.synchronize()
+            for on_partition in (False, True):
+                times[on_partition, full] = self._us(self._step(self._decoding[on_partition][rows], rows))
+        opened.page_table.zero_()
+        staged["slots"].fill_(-1)
+        staged["positions"].zero_()
+        _cuda.synchronize()
+        lone, beside = (max(1, times[which, True] - times[which, False]) for which in (False, True))
+        return 1e3 * lone / (rows * pages * PAGE), beside / lone
+
+    def history(self) -> float:
+        """ns for each token of a chunk and each token of KV before it."""
+        opened = self._opened
+        tokens = bucket_of(opened.token_buckets, min(CHUNK, opened.token_buckets[-1]))
+        history = max(0, min(HISTORY, opened.page_table.shape[1] * PAGE - tokens))
+        work = self._primary.ragged[0, tokens]
+        self._plan(self._primary, 0, tokens)
+        short = self._us(work)
+        self._plan(self._primary, history, tokens)
+        long = self._us(work)
+        self._plan(self._primary, 0, tokens)
+        return 1e3 * max(0, long - short) / max(1, history * tokens)
+
+    def _plan(self, work: LaneWork, start: int, tokens: int) -> None:
+        """A chunk that reads whatever lies in page 0; proven done, since its pinned memory serves the next plan too."""
+        with _cuda.stream(work.stream):
+            work.prefill.plan([start], [tokens], [np.zeros(-(-(start + tokens) // PAGE), np.int32)])
+        work.stream.synchronize()
+
+
+class _Prefilling:
+    """A prefill that runs on its lane until the block ends."""
+
+    def __init__(self, work: LaneWork, tokens: int) -> None:
+        self._work = work
+        self._tokens = tokens
+
+    def __enter__(self) -> None:
+        with _cuda.stream(self._work.stream):
+            self._work.prefill.plan([0], [self._tokens], [np.zeros(-(-self._tokens // PAGE), np.int32)])
+            self._work.ragged[0, self._tokens]()
+
+    def __exit__(self, *_: object) -> None:
+        self._work.stream.synchronize()

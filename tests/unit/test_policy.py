@@ -1,0 +1,106 @@
+"""What the lanes' policy chooses, and what it learns: pure functions of the load and of measured times."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from engine_core.device.fake import pretended_times
+from engine_core.scheduling.policy import AutoPolicy, Choice, FixedPolicy, Load, Observed, Way
+from engine_core.step import StepTimes
+
+BUDGET = 4096
+TIMES = pretended_times(64)
+
+
+def auto(target_ms: float | None = None, times: StepTimes = TIMES) -> AutoPolicy:
+    return AutoPolicy(BUDGET, times, None if target_ms is None else 1e3 * target_ms)
+
+
+def load(rows: int = 16, context: int = 0, remaining: int = 4096, history: int = 0) -> Load:
+    return Load(rows, context, remaining, history)
+
+
+def test_fixed_modes() -> None:
+    """Red when `off` takes more than its budget beside decode rows, a lane mode mixes, or either leaves a GPU idle."""
+    off, lane = FixedPolicy(2048, lane=False), FixedPolicy(2048, lane=True)
+    assert off.choose(load(16)) == Choice(2032, Way.MIXED)
+    assert lane.choose(load(16)) == Choice(2048, Way.LANE)
+    assert off.choose(load(0)) == lane.choose(load(0)) == Choice(2048, Way.ALONE)
+
+
+def test_no_decode_row_gets_prefill_everything() -> None:
+    """Red when a prompt is cut small though nobody decodes."""
+    assert auto(0.1).choose(load(0)) == Choice(BUDGET, Way.ALONE)
+
+
+def test_the_largest_chunk_that_keeps_the_target() -> None:
+    """16 rows and a chunk take 3360 + 20 us a token: at a target of 9 ms, 8.28 with the margin, that is 128 tokens
+    (5.9) and not 256 (8.5). Red when the margin, the table or the search changes. Decode beside the
+    lane is too slow here."""
+    times = replace(TIMES, beside=[(rows, 20_000) for rows, _ in TIMES.beside])
+    assert auto(9.0, times).choose(load()) == Choice(128, Way.MIXED)
+    assert auto(9.3, times).choose(load()) == Choice(256, Way.MIXED)
+
+
+def test_a_chunk_no_larger_than_what_is_left() -> None:
+    """Red when a short prompt is padded to the largest chunk that the target would allow."""
+    assert auto(100.0).choose(load(remaining=60)) == Choice(64, Way.MIXED)
+
+
+def test_the_lane_where_it_finishes_sooner_within_the_target() -> None:
+    """At 7 ms only 128 tokens a step can be mixed, 32 steps of 5.9 ms; the lane takes 123 ms and decode beside it 4.7.
+    Red when the two ways' times are compared wrongly. With a looser target mixing wins: 2048 at 44 ms, twice."""
+    assert auto(7.0).choose(load()) == Choice(BUDGET, Way.LANE)
+    assert auto(60.0).choose(load()) == Choice(2048, Way.MIXED)
+
+
+def test_where_nothing_keeps_the_target_prompts_still_get_on() -> None:
+    """Red when an unreachable target starves prompts: the way with the shortest decode step is taken."""
+    assert auto(0.5).choose(load()) == Choice(32, Way.MIXED)
+    slow = replace(TIMES, mixed=[(r, t, 9 * us) for r, t, us in TIMES.mixed])
+    assert auto(0.5, slow).choose(load()) == Choice(BUDGET, Way.LANE)
+
+
+def test_long_contexts_shrink_the_chunk() -> None:
+    """Red when reading the decode rows' KV, or the chunk's own history, isn't counted."""
+    policy = auto(9.3)
+    assert policy.mixed(load(), 256) < policy.mixed(load(context=40_000), 256)
+    assert policy.mixed(load(), 256) < policy.mixed(load(history=8192), 256)
+
+
+def test_without_a_target_it_follows_the_lone_pace() -> None:
+    """Red when the default target stops being a multiple of what decode takes alone under this load."""
+    policy = auto()
+    assert policy.target(load(16)) == pytest.approx(1.8 * 3160)
+    assert policy.target(load(16, context=100_000)) == pytest.approx(1.8 * (3160 + 3500))
+
+
+def test_it_learns_from_steps_and_forgets_outliers() -> None:
+    """Red when observations don't move predictions, move the wrong kind, or one stall moves them without bound."""
+    policy = auto(9.0)
+    before = policy.mixed(load(), 128)
+    for _ in range(200):
+        policy.observe(Observed(load(), 128), round(1.3 * before))
+    assert policy.mixed(load(), 128) == pytest.approx(1.3 * before, rel=0.02)
+    assert policy.decode(load()) == pytest.approx(3160)
+    policy.observe(Observed(load(), 0), 10**9)
+    assert policy.decode(load()) <= 3 * 3160
+
+
+@given(
+    rows=st.integers(0, 300),
+    context=st.integers(0, 10**7),
+    remaining=st.integers(1, 10**6),
+    history=st.integers(0, 10**5),
+    target=st.one_of(st.none(), st.floats(0.1, 1e4)),
+)
+def test_every_choice_can_be_carried_out(
+    rows: int, context: int, remaining: int, history: int, target: float | None
+) -> None:
+    """Red when a choice holds no token, more than the budget, or waits beside nobody."""
+    choice = auto(target).choose(Load(rows, context, remaining, history))
+    assert 1 <= choice.tokens <= BUDGET
+    assert (choice.way is Way.ALONE) == (rows == 0)
