@@ -82,9 +82,12 @@ FLAGS = (
     Flag("worker_address", str, "unix:/path to listen on for a worker started by hand; default: one is started"),
     Flag("crash_dir", str, "folder for crash reports; default: none are written"),
     Flag("step_log", str, "file for what the worker did when (see greenlane trace); default: none is written"),
-    Flag("host", str, "address of gRPC; loopback only"),
-    Flag("port", int, "gRPC port; 0: any free one"),
-    Flag("uds", str, "unix socket path for gRPC instead of host and port"),
+    Flag("address", str, "unix:/path or host:port of gRPC; port 0: any free one"),
+    Flag("ssl_keyfile", str, "PEM key of gRPC's certificate; read again when it changes"),
+    Flag("ssl_certfile", str, "PEM certificate of gRPC, its chain behind it"),
+    Flag("ssl_ca_certs", str, "PEM certificates; clients must show one that these signed"),
+    Flag("api_key_file", str, "file of bearer tokens, one a line; calls must bring one; read again when it changes"),
+    Flag("insecure_listen", None, "listen beyond this machine without TLS, tokens or client certificates"),
     Flag("log_level", str, ", ".join(LEVELS)),
 )
 
@@ -169,15 +172,23 @@ def read_config(options: argparse.Namespace) -> EngineConfig:
     config.check()
     if config.log_level not in LEVELS:
         raise ConfigError(f"--log-level is {config.log_level!r}; it must be one of {', '.join(LEVELS)}")
-    if config.uds is not None and config.port != 0:
-        raise ConfigError("--uds and --port exclude each other: choose one")
     if config.worker_address is not None and not config.worker_address.startswith("unix:/"):
         raise ConfigError(f"--worker-address is {config.worker_address!r}; it must be unix:/path")
     if config.crash_dir is not None and Path(config.crash_dir).exists() and not Path(config.crash_dir).is_dir():
         raise ConfigError(f"--crash-dir {config.crash_dir} is no folder")
     if config.step_log is not None:
         check_step_log(Path(config.step_log))
+    check_guards(config)
     return config
+
+
+def check_guards(config: EngineConfig) -> None:
+    """Raise ConfigError for certificates or keys that can't be served."""
+    if not (config.access.tls or config.api_key_file):
+        return
+    from engine_core.server import guards
+
+    guards(config.access)
 
 
 def check_step_log(path: Path) -> None:

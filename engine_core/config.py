@@ -5,10 +5,9 @@ Owns the defaults and the rules between settings. Parses no flags (`cli.py` does
 
 from __future__ import annotations
 
-import ipaddress
-
 import msgspec
 
+from access.policy import Access, AccessError, split_address
 from engine_core.errors import ConfigError
 
 MIB = 1 << 20
@@ -62,11 +61,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     crash_dir: str | None = None
     step_log: str | None = None
     """File to which the worker appends what it did when, for `greenlane trace`."""
-    host: str = "127.0.0.1"
-    port: int = 0
-    """0: any free port; the one bound is announced."""
-    uds: str | None = None
-    """Unix socket path for gRPC instead of host and port."""
+    address: str = "127.0.0.1:0"
+    """`unix:/path` or `host:port` of gRPC. Port 0: any free one; the one bound is announced."""
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    ssl_ca_certs: str | None = None
+    api_key_file: str | None = None
+    insecure_listen: bool = False
     log_level: str = "info"
 
     @property
@@ -79,6 +80,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def device_kind(self) -> str:
         return self.device.split(":", 1)[0]
+
+    @property
+    def access(self) -> Access:
+        """What gRPC asks of its clients."""
+        return Access(
+            self.ssl_keyfile, self.ssl_certfile, self.ssl_ca_certs, self.api_key_file, insecure=self.insecure_listen
+        )
+
+    @property
+    def socket_path(self) -> str | None:
+        """Of gRPC on a unix socket; None: it has a host and a port."""
+        return self.address.removeprefix("unix:") if self.address.startswith("unix:") else None
 
     def check(self) -> None:
         """Raise ConfigError for the first setting that can't be served, naming it and what would work."""
@@ -96,8 +109,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError("--itl-target-ms goes with --decode-overlap auto; the other modes follow no target")
             if not 0.1 <= self.itl_target_ms <= 10_000:
                 raise ConfigError(f"--itl-target-ms is {self.itl_target_ms}; it must be from 0.1 to 10000")
-        _loopback("--host", self.host)
-        _within("--port", self.port, 0, 65535)
+        self._check_address()
         _one_of("--dtype", self.dtype, DTYPES)
         _one_of("--load-format", self.load_format, LOAD_FORMATS)
         if self.tensor_parallel_size != 1:
@@ -129,6 +141,22 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if not 0.5 <= seconds <= 86400:
                 raise ConfigError(f"{flag} is {seconds}; it must be from 0.5 to 86400 seconds")
+
+    def _check_address(self) -> None:
+        path, guards = self.socket_path, self.access
+        if path is not None:
+            if not path.startswith("/"):
+                raise ConfigError(f"--address is {self.address!r}; a socket is written unix:/path")
+            if guards != Access(insecure=guards.insecure):
+                raise ConfigError("--ssl-… and --api-key-file go with --address host:port; a socket's folder guards it")
+            return
+        place = split_address(self.address)
+        if place is None:
+            raise ConfigError(f"--address is {self.address!r}; it must be unix:/path or host:port")
+        try:
+            guards.check("--address", place[0])
+        except AccessError as error:
+            raise ConfigError(str(error)) from error
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,13 +191,3 @@ def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
 def _within(flag: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
         raise ConfigError(f"{flag} is {value}; it must be from {low} to {high}")
-
-
-def _loopback(flag: str, host: str) -> None:
-    """Nothing listens beyond this machine without TLS."""
-    try:
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback:
-        raise ConfigError(f"{flag} {host} reaches beyond this machine, which needs TLS: this version serves 127.0.0.1")

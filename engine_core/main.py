@@ -41,7 +41,8 @@ from engine_core.progress import Progress
 from engine_core.request import MAX_LOGPROBS, ModelLimits, Output
 from engine_core.scheduling.policy import AutoPolicy, FixedPolicy, PrefillPolicy
 from engine_core.scheduling.scheduler import Scheduler
-from engine_core.service import DRAIN_CAP_S, ENGINE_SERVICE, EngineService, State, bind, bind_unix, build_server
+from engine_core.server import bind, build_server, guards
+from engine_core.service import DRAIN_CAP_S, ENGINE_SERVICE, EngineService, State
 from engine_core.session import MAX_MESSAGE_BYTES, MAX_UNACKED_BYTES
 
 log = logging.getLogger(__name__)
@@ -93,12 +94,11 @@ class EngineProcess:
         self._host = EngineHost(self._start_engine, self, self._loop)
         health = Health(ENGINE_SERVICE)
         self._service = EngineService(self._host, health, self._info, draw_seed=functools.partial(secrets.randbits, 64))
-        server = build_server(self._service, health)
-        if self._config.uds is not None:
-            claim_private(Path(self._config.uds))
-            self._address = bind_unix(server, self._config.uds)
-        else:
-            self._address = bind(server, self._config.host, self._config.port)
+        credentials, keys = guards(self._config.access)
+        server = build_server(self._service, health, keys)
+        if self._config.socket_path is not None:
+            claim_private(Path(self._config.socket_path))
+        self._address = bind(server, self._config.address, credentials)
         await server.start()
         for number in (signal.SIGINT, signal.SIGTERM):
             self._loop.add_signal_handler(number, self._signalled)

@@ -1,6 +1,6 @@
-"""The engine core's gRPC server: sessions, information, drain, health and reflection.
+"""The engine core's gRPC service: sessions, information, statistics and drain.
 
-Owns every gRPC type of the package but the health servicer's, the streams of open sessions, and the place where errors
+Owns the streams of open sessions, and the place where errors
 become gRPC statuses (`_statuses`). The session protocol itself is `session.py`'s; the engine is reached through `Core`.
 Runs on one asyncio loop; `deliver` must be called there.
 """
@@ -18,38 +18,23 @@ from typing import Any, Protocol, TypeVar
 import grpc
 from greenlane.engine.v1 import engine_pb2 as pb
 from greenlane.engine.v1 import engine_pb2_grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from engine_core import session as protocol
-from engine_core.errors import ConfigError, EngineDead, StatusCode
+from engine_core.errors import EngineDead, StatusCode
 from engine_core.health import NOT_SERVING, SERVING, Health
 from engine_core.log import event
 from engine_core.request import Command, ModelLimits, Output
-from engine_core.session import MAX_MESSAGE_BYTES, SessionBroken
+from engine_core.session import SessionBroken
 
 log = logging.getLogger(__name__)
 
 ENGINE_SERVICE = pb.DESCRIPTOR.services_by_name["Engine"].full_name
 MAX_SESSIONS = 64
-MAX_CALLS = 1024
 TICK_S = 0.5
 SETTLE_POLL_S = 0.01
 DRAIN_CAP_S = 30.0
 MAX_DRAIN_S = 3600.0
 STATUS = {code.value[0]: code for code in grpc.StatusCode}
-
-SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.so_reuseport", 0),  # a port in use must be an error, not a second listener
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
-    ("grpc.http2.max_ping_strikes", 0),
-)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Asked = TypeVar("Asked")
@@ -322,34 +307,3 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     @_statuses
     async def FlushCache(self, request: pb.FlushCacheRequest, context: Context) -> pb.FlushCacheResponse:
         return pb.FlushCacheResponse(pages_dropped=await self._core.flush_cache())
-
-
-def build_server(service: EngineService, health: Health) -> grpc.aio.Server:
-    """A server with the engine, health and reflection services, not yet bound or started."""
-    server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
-    engine_pb2_grpc.add_EngineServicer_to_server(service, server)
-    health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    names = (ENGINE_SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
-    reflection.enable_server_reflection(names, server)
-    return server
-
-
-def bind(server: grpc.aio.Server, host: str, port: int) -> str:
-    """Bind a TCP port (0: any free one); the address as clients write it. Raises ConfigError when it is taken."""
-    wanted = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    try:
-        bound = server.add_insecure_port(wanted)
-    except RuntimeError as error:
-        raise ConfigError(
-            f"can't listen on {wanted}: the port is in use or not this machine's; choose --port"
-        ) from error
-    return f"{wanted.rpartition(':')[0]}:{bound}"
-
-
-def bind_unix(server: grpc.aio.Server, path: str) -> str:
-    """Bind a unix socket whose path has been claimed; the address as clients write it."""
-    try:
-        server.add_insecure_port(f"unix:{path}")
-    except RuntimeError as error:
-        raise ConfigError(f"can't listen on {path}; choose --uds") from error
-    return f"unix:{path}"

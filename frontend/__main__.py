@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 import ctypes
 import dataclasses
-import ipaddress
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from access.policy import AccessError, split_address
 from frontend.config import ConfigError, FrontendConfig
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -40,12 +40,25 @@ def main(arguments: Sequence[str]) -> int:
         sys.stderr.write(f"error: {error}\n")
         return REFUSED
     if options.check_flags:
-        return 0
+        return _check_files(config)
     from frontend.log import configure
     from frontend.process import run
 
     configure(config.log_level)
     return run(config, options.ready_fd, options.alive_fd)
+
+
+def _check_files(config: FrontendConfig) -> int:
+    """Whether certificates and keys can be served; the exit status."""
+    if config.access.tls or config.api_key_file or config.engine_tls_ca_certs or config.engine_api_key_file:
+        from frontend.guards import Guards
+
+        try:
+            Guards.load(config)
+        except ConfigError as error:
+            sys.stderr.write(f"error: {error}\n")
+            return REFUSED
+    return 0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -76,12 +89,26 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="names that requests use; default: the model as given",
     )
-    add("host", str, "address of HTTP and gRPC; loopback only")
+    add("host", str, "address of HTTP and gRPC")
     add("port", int, "HTTP port; 0: any free one")
     add("grpc_port", int, "text gRPC port; 0: any free one")
     add("max_body_bytes", int, "largest HTTP body or gRPC message")
     add("engine_timeout", float, "seconds of silence after which the engine core counts as frozen")
     add("request_timeout", float, "deadline in seconds of requests that bring none; default: none")
+    add("ssl_keyfile", str, "PEM key of the certificate; read again when it changes")
+    add("ssl_certfile", str, "PEM certificate of HTTP and gRPC, its chain behind it")
+    add("ssl_ca_certs", str, "PEM certificates; clients must show one that these signed")
+    add("api_key_file", str, "file of bearer tokens, one a line; calls must bring one; read again when it changes")
+    out.add_argument(
+        "--insecure-listen",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="listen beyond this machine without TLS, tokens or client certificates",
+    )
+    add("engine_tls_ca_certs", str, "PEM certificates that signed the engine core's: speak TLS with it")
+    add("engine_tls_certfile", str, "PEM certificate to show to the engine core")
+    add("engine_tls_keyfile", str, "PEM key of that certificate")
+    add("engine_api_key_file", str, "file whose first bearer token is sent to the engine core")
     add("log_level", str, ", ".join(LOG_LEVELS))
     out.add_argument("--check-flags", action="store_true", help="check the flags, start nothing")
     out.add_argument("--ready-fd", type=int, help="descriptor that gets one JSON line once requests are served")
@@ -108,29 +135,27 @@ def read_config(options: argparse.Namespace) -> FrontendConfig:
         raise ConfigError(f"--log-level is {config.log_level!r}; it must be one of {', '.join(LOG_LEVELS)}")
     if "" in config.served_model_name:
         raise ConfigError("--served-model-name is empty")
-    _check_loopback(config.host)
-    _check_engine_address(config.engine_address)
+    try:
+        config.access.check("--host", config.host)
+    except AccessError as error:
+        raise ConfigError(str(error)) from error
+    _check_engine(config)
     return config
 
 
-def _check_loopback(host: str) -> None:
-    """Nothing listens beyond this machine without TLS, which this version doesn't have."""
-    try:
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback:
-        raise ConfigError(
-            f"--host {host} is not loopback; this version has no TLS, so use 127.0.0.1 and a proxy or tunnel in front"
-        )
-
-
-def _check_engine_address(address: str) -> None:
-    if address.startswith("unix:/"):
-        return
-    host, _, port = address.rpartition(":")
-    if not host or host == "unix" or not (port.isdecimal() and 0 < int(port) < 65536):
+def _check_engine(config: FrontendConfig) -> None:
+    """Where the engine core is, and what is shown to it."""
+    address = config.engine_address
+    place = split_address(address)
+    if not address.startswith("unix:/") and (place is None or place[0] == "unix" or place[1] == 0):
         raise ConfigError(f"--engine-address is {address!r}; it must be unix:/path or host:port")
+    if (config.engine_tls_keyfile is None) != (config.engine_tls_certfile is None):
+        raise ConfigError("--engine-tls-certfile and --engine-tls-keyfile go together")
+    if config.engine_tls_certfile is not None and config.engine_tls_ca_certs is None:
+        raise ConfigError("--engine-tls-certfile needs --engine-tls-ca-certs too")
+    guards = (config.engine_tls_ca_certs, config.engine_api_key_file)
+    if address.startswith("unix:") and guards != (None, None):
+        raise ConfigError("--engine-tls-… and --engine-api-key-file go with --engine-address host:port")
 
 
 def die_with_parent(parent_pid: int) -> None:

@@ -80,6 +80,7 @@ def openai_body(error: ApiError | HttpError) -> bytes:
     status = http_status(error)
     parameter = None if isinstance(error, HttpError) else error.parameter
     code = "model_not_found" if status == 404 and parameter == "model" else None
+    code = "invalid_api_key" if status == 401 else code
     return msgspec.json.encode(
         {
             "error": {

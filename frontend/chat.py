@@ -10,10 +10,14 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TextIO
+from typing import Any, TextIO
 
 import grpc
 from greenlane.text.v1 import text_pb2, text_pb2_grpc
+
+from access.keys import KeyFile
+from access.policy import AccessError
+from access.tls import channel_credentials
 
 MESSAGE_BYTES = 64 << 20
 CHANNEL_OPTIONS = (
@@ -64,11 +68,43 @@ class Answer:
         return ", ".join(parts)
 
 
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Where the server is, and what it takes to get in. File names; `ca_certs` given: speak TLS."""
+
+    address: str
+    ca_certs: str | None = None
+    certfile: str | None = None
+    keyfile: str | None = None
+    api_key_file: str | None = None
+
+    def channel(self) -> grpc.Channel:
+        """Raises AccessError for files that can't be read."""
+        if self.ca_certs is None:
+            channel = grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+        else:
+            credentials = channel_credentials("--ssl", self.ca_certs, self.certfile, self.keyfile)
+            channel = grpc.secure_channel(self.address, credentials, options=CHANNEL_OPTIONS)
+        if self.api_key_file is None:
+            return channel
+        return grpc.intercept_channel(channel, _WithKey(KeyFile("--api-key-file", self.api_key_file).bearer()))
+
+
+class _WithKey(grpc.UnaryStreamClientInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
+    """Sends a key with every Generate call."""
+
+    def __init__(self, bearer: str) -> None:
+        self._metadata = (("authorization", bearer),)
+
+    def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return continuation(client_call_details._replace(metadata=self._metadata), request)
+
+
 @dataclass(slots=True)
 class ChatSession:
     """The messages so far; grows with every finished or stopped answer."""
 
-    address: str
+    server: Server
     sampling: SamplingOptions = SamplingOptions()
     system: str | None = None
     messages: list[text_pb2.Message] = field(default_factory=list)
@@ -125,14 +161,14 @@ def _take(answer: Answer, response: text_pb2.GenerateResponse, out: TextIO, now:
 # ------------------------------ commands
 
 
-def complete_text(address: str, prompt: str, sampling: SamplingOptions, *, show_stats: bool) -> int:
+def complete_text(server: Server, prompt: str, sampling: SamplingOptions, *, show_stats: bool) -> int:
     """Print the continuation; the exit status."""
 
     def run(stub: text_pb2_grpc.TextStub) -> int:
         request = text_pb2.GenerateRequest(prompt=prompt, sampling=sampling.message())
         return _end_answer(stream_answer(stub, request, sys.stdout), show_stats=show_stats)
 
-    return _with_server(address, run)
+    return _with_server(server, run)
 
 
 def hold_conversation(session: ChatSession, question: str | None, *, show_stats: bool) -> int:
@@ -144,7 +180,7 @@ def hold_conversation(session: ChatSession, question: str | None, *, show_stats:
         lines = _typed_lines() if sys.stdin.isatty() else sys.stdin
         return _converse(stub, session, lines, show_stats=show_stats)
 
-    return _with_server(session.address, run)
+    return _with_server(session.server, run)
 
 
 def _converse(stub: text_pb2_grpc.TextStub, session: ChatSession, lines: Iterable[str], *, show_stats: bool) -> int:
@@ -156,7 +192,7 @@ def _converse(stub: text_pb2_grpc.TextStub, session: ChatSession, lines: Iterabl
         try:
             status = _end_answer(session.ask(stub, line.rstrip("\n"), sys.stdout), show_stats=show_stats)
         except grpc.RpcError as error:
-            status = _report(session.address, error)
+            status = _report(session.server.address, error)
     return status
 
 
@@ -185,13 +221,13 @@ def _end_answer(answer: Answer, *, show_stats: bool) -> int:
     return 0
 
 
-def _with_server(address: str, run: Callable[[text_pb2_grpc.TextStub], int]) -> int:
+def _with_server(server: Server, run: Callable[[text_pb2_grpc.TextStub], int]) -> int:
     try:
-        with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        with server.channel() as channel:
             return run(text_pb2_grpc.TextStub(channel))
     except grpc.RpcError as error:
-        return _report(address, error)
-    except ValueError as error:
+        return _report(server.address, error)
+    except (ValueError, AccessError) as error:
         sys.stderr.write(f"error: {error}\n")
         return USAGE
 

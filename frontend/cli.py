@@ -28,6 +28,14 @@ PASS_THROUGH = {"ignore_unknown_options": True, "allow_extra_args": True, "help_
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 Address = Annotated[str, typer.Option("--address", metavar="HOST:PORT", help="Text gRPC address of a running server.")]
+Authorities = Annotated[
+    str | None, typer.Option("--ssl-ca-certs", metavar="FILE", help="Speak TLS; who signed the server's certificate.")
+]
+Shown = Annotated[str | None, typer.Option("--ssl-certfile", metavar="FILE", help="Certificate to show to the server.")]
+ShownKey = Annotated[str | None, typer.Option("--ssl-keyfile", metavar="FILE", help="Key of that certificate.")]
+ApiKeyFile = Annotated[
+    str | None, typer.Option("--api-key-file", metavar="FILE", help="File whose first bearer token is sent.")
+]
 MaxTokens = Annotated[int | None, typer.Option(help="Longest answer, in tokens; default: the rest of the context.")]
 Temperature = Annotated[float | None, typer.Option(help="0 is greedy; default: the model's.")]
 TopP = Annotated[float | None, typer.Option(help="Nucleus of the distribution to draw from; default: the model's.")]
@@ -94,6 +102,10 @@ def _become(module: str, *arguments: str) -> NoReturn:
 def chat(
     question: Annotated[str | None, typer.Argument(help="Ask this and exit; default: a conversation.")] = None,
     address: Address = DEFAULT_ADDRESS,
+    ssl_ca_certs: Authorities = None,
+    ssl_certfile: Shown = None,
+    ssl_keyfile: ShownKey = None,
+    api_key_file: ApiKeyFile = None,
     system: Annotated[str | None, typer.Option(help="System message of the conversation.")] = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
@@ -102,16 +114,21 @@ def chat(
     stats: Stats = False,
 ) -> None:
     """Talk with a running server. Ctrl-C stops an answer, Ctrl-D ends; piped, every line is one message."""
-    from frontend.chat import ChatSession, SamplingOptions, hold_conversation
+    from frontend.chat import ChatSession, SamplingOptions, Server, hold_conversation
 
     sampling = SamplingOptions(max_tokens, temperature, top_p, seed)
-    raise typer.Exit(hold_conversation(ChatSession(address, sampling, system), question, show_stats=stats))
+    server = Server(address, ssl_ca_certs, ssl_certfile, ssl_keyfile, api_key_file)
+    raise typer.Exit(hold_conversation(ChatSession(server, sampling, system), question, show_stats=stats))
 
 
 @app.command()
 def complete(
     prompt: Annotated[str, typer.Argument(help="The text to go on from; - reads it from stdin.")],
     address: Address = DEFAULT_ADDRESS,
+    ssl_ca_certs: Authorities = None,
+    ssl_certfile: Shown = None,
+    ssl_keyfile: ShownKey = None,
+    api_key_file: ApiKeyFile = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
     top_p: TopP = None,
@@ -119,11 +136,12 @@ def complete(
     stats: Stats = False,
 ) -> None:
     """Continue a text, as it stands, on a running server."""
-    from frontend.chat import SamplingOptions, complete_text
+    from frontend.chat import SamplingOptions, Server, complete_text
 
     text = sys.stdin.read() if prompt == "-" else prompt
     sampling = SamplingOptions(max_tokens, temperature, top_p, seed)
-    raise typer.Exit(complete_text(address, text, sampling, show_stats=stats))
+    server = Server(address, ssl_ca_certs, ssl_certfile, ssl_keyfile, api_key_file)
+    raise typer.Exit(complete_text(server, text, sampling, show_stats=stats))
 
 
 @app.command()

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from access.policy import Access
+
 MIB = 1 << 20
 
 
@@ -34,4 +36,23 @@ class FrontendConfig:
     """Seconds of silence on the session after which the engine core counts as frozen."""
     request_timeout: float | None = None
     """Deadline of a request that brings none, in seconds."""
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    ssl_ca_certs: str | None = None
+    api_key_file: str | None = None
+    insecure_listen: bool = False
+    engine_tls_ca_certs: str | None = None
+    """PEM certificates that signed the engine core's; given, the session speaks TLS."""
+    engine_tls_certfile: str | None = None
+    engine_tls_keyfile: str | None = None
+    """With the certificate: what the engine core is shown (mTLS)."""
+    engine_api_key_file: str | None = None
+    """Its first key is sent to the engine core."""
     log_level: str = "info"
+
+    @property
+    def access(self) -> Access:
+        """What HTTP and text gRPC ask of their clients."""
+        return Access(
+            self.ssl_keyfile, self.ssl_certfile, self.ssl_ca_certs, self.api_key_file, insecure=self.insecure_listen
+        )

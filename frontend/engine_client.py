@@ -19,6 +19,7 @@ import grpc.aio
 from greenlane.engine.v1 import engine_pb2 as pb
 from greenlane.engine.v1 import engine_pb2_grpc
 
+from access.policy import AccessError
 from frontend.clock import Clock, SystemClock
 from frontend.request import ApiError, Code, TextRequest
 from frontend.session import PROTOCOL_VERSION, Session
@@ -46,6 +47,8 @@ CHANNEL_OPTIONS = [
     ("grpc.http2.lookahead_bytes", 16 << 10),
     ("grpc.use_local_subchannel_pool", 1),  # a new channel must not inherit the old one's connect backoff
 ]
+
+Metadata = tuple[tuple[str, str], ...]
 
 logger = logging.getLogger(__name__)
 
@@ -88,8 +91,10 @@ class EngineClient:
         engine_timeout: float = 5.0,
         clock: Clock | None = None,
         connect: Callable[[str], grpc.aio.Channel] = open_channel,
+        metadata: Callable[[], Metadata] = tuple,
     ) -> None:
-        """`engine_timeout`: seconds of silence after which the engine core counts as frozen."""
+        """`engine_timeout`: seconds of silence after which the engine core counts as frozen; `metadata`: of every call,
+        asked for anew each time."""
         self.state = ClientState.CONNECTING
         self.info: pb.GetInfoResponse | None = None
         """The newest welcome's; None before the first."""
@@ -100,6 +105,7 @@ class EngineClient:
         self._engine_timeout = engine_timeout
         self._clock = clock or SystemClock()
         self._connect = connect
+        self._metadata = metadata
         self._listeners: list[Listener] = []
         self._channel: grpc.aio.Channel | None = None
         self._session: Session | None = None
@@ -163,14 +169,14 @@ class EngineClient:
     async def get_info(self) -> pb.GetInfoResponse:
         """GetInfo of the engine core. Raises ApiError (UNAVAILABLE) when it doesn't answer."""
         answer: pb.GetInfoResponse = await self._call(
-            lambda engine: engine.GetInfo(pb.GetInfoRequest(), timeout=CALL_TIMEOUT_S)
+            lambda engine: engine.GetInfo(pb.GetInfoRequest(), timeout=CALL_TIMEOUT_S, metadata=self._metadata())
         )
         return answer
 
     async def get_stats(self) -> pb.GetStatsResponse:
         """GetStats of the engine core. Raises ApiError (UNAVAILABLE) when it doesn't answer."""
         answer: pb.GetStatsResponse = await self._call(
-            lambda engine: engine.GetStats(pb.GetStatsRequest(), timeout=CALL_TIMEOUT_S)
+            lambda engine: engine.GetStats(pb.GetStatsRequest(), timeout=CALL_TIMEOUT_S, metadata=self._metadata())
         )
         return answer
 
@@ -178,7 +184,7 @@ class EngineClient:
         """Drain the engine core, for all its frontends. Raises ApiError (UNAVAILABLE) when it doesn't answer."""
         request = pb.DrainRequest(timeout_s=timeout_s)
         answer: pb.DrainResponse = await self._call(
-            lambda engine: engine.Drain(request, timeout=timeout_s + DRAIN_GRACE_S)
+            lambda engine: engine.Drain(request, timeout=timeout_s + DRAIN_GRACE_S, metadata=self._metadata())
         )
         return answer
 
@@ -189,6 +195,8 @@ class EngineClient:
             return await start(engine_pb2_grpc.EngineStub(self._channel))
         except grpc.aio.AioRpcError as error:
             raise ApiError(Code.UNAVAILABLE, f"the engine core doesn't answer: {error.details()}") from error
+        except AccessError as error:
+            raise ApiError(Code.UNAVAILABLE, "the key for the engine core can't be read") from error
         except grpc.aio.UsageError:  # the channel was closed before the call …
             raise self._unavailable() from None
         except asyncio.CancelledError:  # … or during it, which looks like a cancellation of this task
@@ -229,8 +237,11 @@ class EngineClient:
     @contextlib.asynccontextmanager
     async def _open(self) -> AsyncIterator[Any]:
         """A channel and a Session call on it; both end with the context."""
-        self._channel = self._connect(self._address)
-        call = engine_pb2_grpc.EngineStub(self._channel).Session()
+        try:
+            metadata, self._channel = self._metadata(), self._connect(self._address)
+        except AccessError as error:
+            raise SessionLost("its certificates or its key can't be read", str(error)) from error
+        call = engine_pb2_grpc.EngineStub(self._channel).Session(metadata=metadata)
         try:
             yield call
         except grpc.aio.AioRpcError as error:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
+from access.keys import KeyFile
 from frontend.api_errors import Headers, HttpError, http_headers, http_status, openai_body, unexpected, where
 from frontend.request import ApiError
 
@@ -55,9 +56,13 @@ class BodyBudget:
 class Exchange:
     """One HTTP request and its answer."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, budget: BodyBudget) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, budget: BodyBudget, keys: KeyFile | None = None
+    ) -> None:
         self.path: str = scope["path"]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.trusted = keys is None or keys.accepts(_authorization(scope))
+        """Whether it brings a key that is accepted, or none is asked for."""
         self.streaming = False
         self._receive = receive
         self._send = send
@@ -152,7 +157,16 @@ Routes = Mapping[str, Mapping[str, Handler]]
 class HttpServer:
     """The ASGI application over a table of routes."""
 
-    def __init__(self, routes: Routes, max_body_bytes: int) -> None:
+    def __init__(
+        self,
+        routes: Routes,
+        max_body_bytes: int,
+        keys: KeyFile | None = None,
+        open_paths: Collection[str] = (),
+    ) -> None:
+        """With `keys`, every request needs one of them, except on `open_paths`."""
+        self._keys = keys
+        self._open_paths = frozenset(open_paths)
         self._exact = {path: methods for path, methods in routes.items() if not path.endswith("*")}
         self._prefixes = {path[:-1]: methods for path, methods in routes.items() if path.endswith("*")}
         self._budget = BodyBudget(max_body_bytes)
@@ -160,8 +174,9 @@ class HttpServer:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"only HTTP is served, not {scope['type']}")
-        exchange = Exchange(scope, receive, send, self._budget)
+        exchange = Exchange(scope, receive, send, self._budget, self._keys)
         try:
+            self._admit(exchange)
             await self._handler(exchange.path, scope["method"])(exchange)
         except ClientGone:
             return
@@ -170,6 +185,13 @@ class HttpServer:
         except Exception as error:  # whatever it is, the client gets an answer and the server lives
             logger.error("%s %r failed: %s", scope["method"], exchange.path[:64], where(error))
             await exchange.fail(unexpected(error))
+
+    def _admit(self, exchange: Exchange) -> None:
+        """Raise HttpError (401) for a request that lacks its key, whether or not there is anything at its path."""
+        if not exchange.trusted and exchange.path not in self._open_paths:
+            raise HttpError(
+                401, "a key is needed: send the header `Authorization: Bearer KEY`", [(b"www-authenticate", b"Bearer")]
+            )
 
     def _handler(self, path: str, method: str) -> Handler:
         methods = self._exact.get(path)
@@ -182,6 +204,12 @@ class HttpServer:
             allowed = ", ".join(sorted(methods))
             raise HttpError(405, f"this path takes {allowed}, not this method", [(b"allow", allowed.encode())])
         return handler
+
+
+def _authorization(scope: Scope) -> bytes | None:
+    """The only such header; two of them are as good as none."""
+    values = [value for name, value in scope["headers"] if name == b"authorization"]
+    return values[0] if len(values) == 1 else None
 
 
 def _too_large(limit: int) -> HttpError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from access.interceptor import interceptors
+from access.keys import KeyFile
 from frontend.api_errors import HttpError, openai_body
 from frontend.config import ConfigError
 from frontend.health import HealthService
@@ -56,9 +59,9 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def http_address(listener: socket.socket) -> str:
+def http_address(listener: socket.socket, *, tls: bool = False) -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://{_bracketed(host)}:{port}"
+    return f"{'https' if tls else 'http'}://{_bracketed(host)}:{port}"
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -128,23 +131,24 @@ class HttpProtocol(HttpToolsProtocol):
 class HttpListener(uvicorn.Server):
     """uvicorn on a bound socket. Signals belong to the process, not to one of its servers."""
 
-    def __init__(self, app: HttpServer, listener: socket.socket) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                http=HttpProtocol,
-                loop="none",
-                ws="none",
-                lifespan="off",
-                interface="asgi3",
-                log_config=None,
-                access_log=False,
-                proxy_headers=False,
-                server_header=False,
-                timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=STOP_S,
-            )
+    def __init__(self, app: HttpServer, listener: socket.socket, tls: ssl.SSLContext | None = None) -> None:
+        config = uvicorn.Config(
+            app,
+            http=HttpProtocol,
+            loop="none",
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=STOP_S,
         )
+        config.load()
+        config.ssl = tls
+        super().__init__(config)
         self._listener = listener
         self._stopping = asyncio.Event()
         self._running: asyncio.Task[None] | None = None
@@ -174,21 +178,33 @@ class HttpListener(uvicorn.Server):
 
 
 def grpc_server(
-    host: str, port: int, text: TextService, health: HealthService, max_message_bytes: int
+    host: str,
+    port: int,
+    text: TextService,
+    health: HealthService,
+    max_message_bytes: int,
+    *,
+    tls: grpc.ServerCredentials | None = None,
+    keys: KeyFile | None = None,
 ) -> tuple[grpc.aio.Server, str]:
-    """The gRPC server, bound but not started, and its address. Raises ConfigError when the port can't be had."""
+    """The gRPC server, bound but not started, and its address. Raises ConfigError when the port can't be had.
+
+    With `keys`, every call but health's needs one of them.
+    """
     server = grpc.aio.server(
+        interceptors=interceptors(keys),
         options=[
             ("grpc.so_reuseport", 0),  # else two servers would share a port and each get half of the calls
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", max_message_bytes),
-        ]
+        ],
     )
     text_pb2_grpc.add_TextServicer_to_server(text, server)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     reflection.enable_server_reflection((SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME), server)
     try:
-        bound: Any = server.add_insecure_port(f"{_bracketed(host)}:{port}")
+        wanted = f"{_bracketed(host)}:{port}"
+        bound: Any = server.add_insecure_port(wanted) if tls is None else server.add_secure_port(wanted, tls)
     except RuntimeError as error:
         raise ConfigError(
             f"--grpc-port {port} on --host {host} can't be listened on; choose another one, or 0 for any"

@@ -25,6 +25,7 @@ from frontend.chat_template import ChatTemplate
 from frontend.config import ConfigError, FrontendConfig
 from frontend.engine_client import EngineClient
 from frontend.generate import generate
+from frontend.guards import OPEN_PATHS, Guards
 from frontend.health import HealthService
 from frontend.http_server import HttpServer
 from frontend.metrics import Metrics
@@ -45,11 +46,12 @@ LAST_WORDS_S = 1.0
 def run(config: FrontendConfig, ready_fd: int | None, alive_fd: int | None = None) -> int:
     """Serve until a signal; the exit status: 0 stopped, 1 a server failed, 2 settings that can't be served."""
     try:
+        guards = Guards.load(config)
         folder = resolve(config.model)
         tokenizer = Tokenizer.load(folder)
         template = _template(str(folder), tokenizer)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_live(_serve(config, tokenizer, template, ready_fd), alive_fd))
+            return runner.run(_live(_serve(config, guards, tokenizer, template, ready_fd), alive_fd))
     except ConfigError as error:
         os.write(2, f"error: {error}\n".encode())
         return 2
@@ -91,10 +93,15 @@ class Signals:
 
 
 async def _serve(
-    config: FrontendConfig, tokenizer: Tokenizer, template: ChatTemplate | None, ready_fd: int | None
+    config: FrontendConfig, guards: Guards, tokenizer: Tokenizer, template: ChatTemplate | None, ready_fd: int | None
 ) -> int:
     signals = Signals()
-    client = EngineClient(config.engine_address, engine_timeout=config.engine_timeout)
+    client = EngineClient(
+        config.engine_address,
+        engine_timeout=config.engine_timeout,
+        connect=guards.connect,
+        metadata=guards.engine_metadata,
+    )
     health = HealthService(SERVICE)
     served = Served(
         names=config.served_model_name or (config.model,),
@@ -109,10 +116,10 @@ async def _serve(
     )
     client.on_state(lambda _: health.tell(served.health is Health.SERVING))
     listener = listeners.bind(config.host, config.port)
-    http = listeners.HttpListener(_application(served, config), listener)
+    http = listeners.HttpListener(_application(served, config, guards), listener, guards.http_tls)
     text = TextService(served, _new_id)
     grpc_server, grpc_address = listeners.grpc_server(
-        config.host, config.grpc_port, text, health, config.max_body_bytes
+        *(config.host, config.grpc_port, text, health, config.max_body_bytes), tls=guards.grpc_tls, keys=guards.keys
     )
     await grpc_server.start()
     http_task = http.start()
@@ -120,7 +127,7 @@ async def _serve(
     try:
         if await _first(client.serving(), signals.stop.wait(), asyncio.wait((http_task,))) == 0:
             _check_vocabulary(client, tokenizer)
-            _announce(ready_fd, listeners.http_address(listener), grpc_address)
+            _announce(ready_fd, listeners.http_address(listener, tls=guards.http_tls is not None), grpc_address)
             await _first(signals.stop.wait(), asyncio.wait((http_task,)))
         failed = http_task.done()
         await _drain(served, health, client, signals)
@@ -131,10 +138,10 @@ async def _serve(
     return 1 if failed else 0
 
 
-def _application(served: Served, config: FrontendConfig) -> HttpServer:
+def _application(served: Served, config: FrontendConfig, guards: Guards) -> HttpServer:
     api = OpenAiApi(served, time.time, _new_id)
     pages = StatusPages(served, version("greenlane"))
-    return HttpServer({**api.routes(), **pages.routes()}, config.max_body_bytes)
+    return HttpServer({**api.routes(), **pages.routes()}, config.max_body_bytes, guards.keys, OPEN_PATHS)
 
 
 async def _drain(served: Served, health: HealthService, client: EngineClient, signals: Signals) -> None:

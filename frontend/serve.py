@@ -7,7 +7,6 @@ the line that says that everything is ready.
 from __future__ import annotations
 
 import functools
-import ipaddress
 import json
 import os
 import shutil
@@ -19,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from access.policy import is_loopback, split_address
 from frontend.cli_flags import To, Value, child_argv, default_of, read_config_file
 from frontend.config import ConfigError
 from frontend.supervisor import Supervisor
@@ -42,6 +42,8 @@ class Plan:
     """Command line of the engine core."""
     frontends: list[list[str]]
     start_timeout: float
+    host: str
+    """Of the frontends."""
     ports: list[tuple[str, int]]
     """Flags and ports of all frontends; those that may be any are left out."""
 
@@ -54,7 +56,7 @@ def serve(given: Mapping[str, Value], config: Path | None, ready_fd: int | None)
         for argv in (plan.engine, *plan.frontends[:1]):
             check_flags(argv)
         for flag, port in plan.ports:
-            check_port(flag, port)
+            check_port(plan.host, flag, port)
         finish = run_supervisor(functools.partial(_hands, plan, ready_fd))
         say(finish.cause)
         return finish.status
@@ -92,6 +94,7 @@ def make_plan(values: Mapping[str, Value], folder: Path) -> Plan:
         engine=[*python, "engine_core", "engine", *_listen(address), *child_argv(values, To.ENGINE)],
         frontends=frontends,
         start_timeout=_seconds(values, "start_timeout"),
+        host=str(values.get("host", default_of("host"))),
         ports=[
             (flag, int(str(ports[key])))
             for ports in (_ports(values, place) for place in range(count))
@@ -101,12 +104,13 @@ def make_plan(values: Mapping[str, Value], folder: Path) -> Plan:
     )
 
 
-def check_port(flag: str, port: int) -> None:
+def check_port(host: str, flag: str, port: int) -> None:
     """Raise ConfigError for a port that is taken now; the process that is to have it binds it later all the same."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((host, port))
         except OSError as error:
             raise ConfigError(
                 f"{flag} {port}: {os.strerror(error.errno or 0).lower()}; choose others with --port and --grpc-port"
@@ -116,28 +120,21 @@ def check_port(flag: str, port: int) -> None:
 def _listen(address: str) -> list[str]:
     """The engine core's own flags for its address."""
     if address.startswith("unix:"):
-        return [f"--uds={address.removeprefix('unix:')}"]
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
+        return [f"--address={address}"]
+    place = split_address(address)
+    if place is None:
         raise ConfigError(f"--engine-address is {address!r}; it must be unix:/path or host:port")
-    _require_loopback(host)
-    if not 0 < int(port) < 65536:
+    host, port = place
+    if not is_loopback(host):
+        raise ConfigError(
+            f"--engine-address: {host} is not loopback, and `serve` keeps its engine core to this machine; for "
+            "frontends elsewhere start `greenlane engine --address` by itself"
+        )
+    if port == 0:
         raise ConfigError(
             f"--engine-address {address}: the port must be from 1 to 65535, since frontends connect to it"
         )
-    return [f"--host={host}", f"--port={port}"]
-
-
-def _require_loopback(host: str) -> None:
-    """Nothing listens beyond this machine without TLS, and this version has none."""
-    try:
-        loopback = host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback:
-        raise ConfigError(
-            f"--engine-address: {host} is not loopback; this version has no TLS, so use 127.0.0.1 or a unix: socket"
-        )
+    return [f"--address={address}"]
 
 
 def _ports(values: Mapping[str, Value], place: int) -> dict[str, Value]:

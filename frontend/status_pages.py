@@ -48,15 +48,16 @@ class StatusPages:
         }
 
     async def health(self, exchange: Exchange) -> None:
-        """200 exactly while requests are taken; the body says which state it is otherwise."""
+        """200 exactly while requests are taken; the body says which state it is, and more to who is trusted."""
         health = self._served.health
         info = self._served.engine_info
-        shape = {
-            "status": health.value,
-            "model": self._served.names[0],
-            "device": None if info is None else info.device,
-            "open_requests": self._served.metrics.open_requests,
-        }
+        shape: dict[str, object] = {"status": health.value}
+        if exchange.trusted:
+            shape |= {
+                "model": self._served.names[0],
+                "device": None if info is None else info.device,
+                "open_requests": self._served.metrics.open_requests,
+            }
         await exchange.answer(msgspec.json.encode(shape), 200 if health is Health.SERVING else 503)
 
     async def metrics(self, exchange: Exchange) -> None:

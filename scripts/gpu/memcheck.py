@@ -43,7 +43,7 @@ def run(options: Options) -> dict[str, Any]:
         sockets, port = Path(folder), free_port()
         watched = [sanitizer(), "--tool", "memcheck", "--log-file", str(report)] if options.on_gpu else []
         engine = [*PYTHON, "engine_core", "engine", f"--model={options.model()}", *flags]
-        engine += [f"--uds={sockets / 'engine.sock'}", f"--worker-address=unix:{sockets / 'worker.sock'}"]
+        engine += [f"--address=unix:{sockets / 'engine.sock'}", f"--worker-address=unix:{sockets / 'worker.sock'}"]
         worker = [*watched, *PYTHON, "engine_core", "worker", f"--connect=ipc://{sockets / 'worker.sock'}"]
         frontend = [
             *PYTHON,

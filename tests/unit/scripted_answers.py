@@ -155,9 +155,9 @@ class Site:
             clock=lambda: self.time,
         )
         ids = iter(range(1, 1 << 30))
-        api = OpenAiApi(self.served, lambda: NOW, lambda: f"id{next(ids)}")
-        pages = StatusPages(self.served, "1.2.3")
-        self.app = HttpServer({**api.routes(), **pages.routes()}, MAX_BODY)
+        self.api = OpenAiApi(self.served, lambda: NOW, lambda: f"id{next(ids)}")
+        self.pages = StatusPages(self.served, "1.2.3")
+        self.app = HttpServer({**self.api.routes(), **self.pages.routes()}, MAX_BODY)
 
     async def _lose(self) -> None:
         self.told_health.append(self.served.health)

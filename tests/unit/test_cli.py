@@ -16,10 +16,13 @@ from frontend.cli import app
 from frontend.cli_flags import FLAGS, To, Value, child_argv, read_config_file
 from frontend.config import ConfigError, FrontendConfig
 from frontend.serve import check_flags, make_plan
+from tests.certificates import Authority, key_file
 
 TINY = Path(__file__).resolve().parents[1] / "fixtures" / "tiny-qwen3-austen"
-SET_BY_SERVE = {"host", "port", "uds", "worker_address", "engine_address"}
-"""Settings of the processes that `serve` derives from --engine-address or has no use for."""
+GUARDS = {"ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "api_key_file", "insecure_listen"}
+"""Of the frontends, where both kinds of process have them."""
+SET_BY_SERVE = {"address", "worker_address", *GUARDS}
+"""Settings of the engine core that `serve` derives from --engine-address or has no use for: it is for this machine."""
 
 
 def flags_of(to: To) -> dict[str, str | None]:
@@ -39,7 +42,8 @@ def test_frontend_flags_follow_the_frontend() -> None:
     """Red when the frontend gains, loses or renames a setting, or changes a default, and `serve` doesn't."""
     settings = {field.name: field.default for field in dataclasses.fields(FrontendConfig)}
     known = flags_of(To.FRONTEND)
-    assert known.keys() == settings.keys() - {"engine_address"}
+    session = {"engine_tls_ca_certs", "engine_tls_certfile", "engine_tls_keyfile", "engine_api_key_file"}
+    assert known.keys() == settings.keys() - {"engine_address"} - session
     shown = {key: default for key, default in known.items() if default is not None}
     assert shown == {key: str(settings[key]) for key in shown}
 
@@ -50,6 +54,10 @@ def test_every_process_accepts_what_serve_hands_it(tmp_path: Path) -> None:
     values |= {"model": str(TINY), "served_model_name": ["a", "b"], "enable_prefix_caching": False, "threads": "1"}
     values |= {"max_model_len": "512", "kv_cache_memory": "64MiB", "request_timeout": "30", "crash_dir": str(tmp_path)}
     values |= {"step_log": str(tmp_path / "steps.jsonl"), "max_num_batched_tokens": "2048"}
+    served = Authority(tmp_path).issue("server")
+    values |= {"ssl_keyfile": str(served.key), "ssl_certfile": str(served.cert), "ssl_ca_certs": str(served.ca)}
+    values |= {"api_key_file": str(key_file(tmp_path, "one"))}
+    values |= {"insecure_listen": True}
     unset = {flag.key for flag in FLAGS} - values.keys()
     assert unset == {"engine_address", "decode_sms"}
     plan = make_plan(values, tmp_path)
@@ -116,7 +124,7 @@ def test_plan_shares_one_address(tmp_path: Path) -> None:
     """Red if the core listens elsewhere than where its frontends connect."""
     plan = make_plan({"model": "m", "frontends": "2", "port": "9000"}, tmp_path)
     assert plan.engine_address == f"unix:{tmp_path}/engine.sock"
-    assert f"--uds={tmp_path}/engine.sock" in plan.engine
+    assert f"--address=unix:{tmp_path}/engine.sock" in plan.engine
     assert all(f"--engine-address={plan.engine_address}" in argv for argv in plan.frontends)
     assert [next(each for each in argv if each.startswith("--port")) for argv in plan.frontends] == [
         "--port=9000",
@@ -126,7 +134,7 @@ def test_plan_shares_one_address(tmp_path: Path) -> None:
 
 def test_plan_with_tcp_engine(tmp_path: Path) -> None:
     plan = make_plan({"model": "m", "engine_address": "127.0.0.1:7000"}, tmp_path)
-    assert plan.engine[-3:] == ["--host=127.0.0.1", "--port=7000", "--model=m"]
+    assert plan.engine[-2:] == ["--address=127.0.0.1:7000", "--model=m"]
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,10 @@ import pytest
 from greenlane.text.v1 import text_pb2, text_pb2_grpc
 from typer.testing import CliRunner
 
-from frontend.chat import Answer, ChatSession, SamplingOptions, stream_answer
+from frontend.chat import Answer, ChatSession, SamplingOptions, Server, stream_answer
 from frontend.check import Finding, check_machine, print_findings
 from frontend.cli import app
+from tests.certificates import Authority, key_file
 
 TINY = Path(__file__).resolve().parents[1] / "fixtures" / "tiny-qwen3-austen"
 Script = Callable[[text_pb2.GenerateRequest, grpc.ServicerContext], Iterator[text_pb2.GenerateResponse]]
@@ -157,7 +158,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_it(served: tuple[TextServer, str], re
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a process of its own
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     with grpc.insecure_channel(address) as channel:
-        session = ChatSession(address)
+        session = ChatSession(Server(address))
         answer = session.ask(text_pb2_grpc.TextStub(channel), "talk", out)
     assert answer.stopped
     assert ended.result(timeout=60)
@@ -183,6 +184,33 @@ def test_streaming_writes_as_it_comes(served: tuple[TextServer, str]) -> None:
         answer = stream_answer(text_pb2_grpc.TextStub(channel), request, out)
     assert answer.text == out.getvalue() == "first second"
     assert answer.finish_reason == "length"
+
+
+def test_a_guarded_server(tmp_path: Path) -> None:
+    """Red if the key or the certificate that the person names isn't used, or a refusal ends with status 0."""
+    issued, keys = Authority(tmp_path).issue("server"), str(key_file(tmp_path, "the-key"))
+    service = TextServer()
+    seen: list[str] = []
+
+    def answer(request: text_pb2.GenerateRequest, context: grpc.ServicerContext) -> Iterator[text_pb2.GenerateResponse]:
+        seen.extend(str(value) for name, value in context.invocation_metadata() if name == "authorization")
+        yield delta("in", [1], "stop")
+
+    service.script = answer
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    text_pb2_grpc.add_TextServicer_to_server(service, server)
+    pair = (issued.key.read_bytes(), issued.cert.read_bytes())
+    port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([pair]))
+    server.start()
+    to = ("--address", f"127.0.0.1:{port}")
+    guards = ("--ssl-ca-certs", str(issued.ca), "--api-key-file", keys)
+    assert run("chat", "hello", *to, *guards)[:2] == (0, "in\n")
+    assert run("complete", "hello", *to, *guards)[:2] == (0, "in\n")
+    assert seen == ["Bearer the-key"] * 2
+    assert run("chat", "hello", *to)[0] == 1
+    status, _, said = run("chat", "hello", *to, "--api-key-file", "/nowhere/keys")
+    assert (status, "--api-key-file /nowhere/keys can't be read" in said) == (2, True)
+    server.stop(None).wait()
 
 
 # ------------------------------ check

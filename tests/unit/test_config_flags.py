@@ -52,7 +52,7 @@ def test_flags_are_read_by_values() -> None:
     """Red when an alias, a size or a switch is read wrongly."""
     config = config_of(
         *("--device=fake", "--block-size", "32", "--kv-cache-memory=1.5GiB", "--no-enable-prefix-caching"),
-        *("--gpu-wait-timeout", "2.5", "--uds", "/tmp/x", "-tp", "1", "--max-model-len=64"),
+        *("--gpu-wait-timeout", "2.5", "--address", "unix:/tmp/x", "-tp", "1", "--max-model-len=64"),
     )
     assert config == EngineConfig(
         model=str(MODEL),
@@ -61,7 +61,7 @@ def test_flags_are_read_by_values() -> None:
         kv_cache_memory=3 << 29,
         enable_prefix_caching=False,
         gpu_wait_timeout=2.5,
-        uds="/tmp/x",
+        address="unix:/tmp/x",
         max_model_len=64,
     )
 
@@ -84,9 +84,12 @@ def test_sizes(text: str, value: int) -> None:
         ((f"--model={MODEL}", "--async-depth=two"), "invalid int value: 'two'"),
         ((f"--model={MODEL}", "--max-num-seq=4"), "unrecognized arguments"),
         ((f"--model={MODEL}", "--device=tpu"), "--device is 'tpu'; it must be one of cpu, cuda, fake"),
-        ((f"--model={MODEL}", "--host=0.0.0.0"), "--host 0.0.0.0 reaches beyond this machine"),
-        ((f"--model={MODEL}", "--port=70000"), "--port is 70000"),
-        ((f"--model={MODEL}", "--port=1", "--uds=/tmp/x"), "--uds and --port exclude each other"),
+        ((f"--model={MODEL}", "--address=0.0.0.0:7000"), "--address 0.0.0.0 is not loopback"),
+        ((f"--model={MODEL}", "--address=127.0.0.1:70000"), "it must be unix:/path or host:port"),
+        ((f"--model={MODEL}", "--address=unix:relative"), "a socket is written unix:/path"),
+        ((f"--model={MODEL}", "--address=unix:/tmp/x", "--api-key-file=/k"), "go with --address host:port"),
+        ((f"--model={MODEL}", "--api-key-file=/nowhere/k"), "--api-key-file /nowhere/k can't be read"),
+        ((f"--model={MODEL}", "--ssl-certfile=/nowhere/c"), "--ssl-certfile needs --ssl-keyfile too"),
         ((f"--model={MODEL}", "--worker-address=tcp://1.2.3.4:5"), "it must be unix:/path"),
         ((f"--model={MODEL}", "--log-level=loud"), "--log-level is 'loud'"),
         ((f"--model={MODEL}", "--max-model-len=4096"), "beyond the model's context of 2048 tokens"),

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("engine_core", "frontend")
+PACKAGES = ("access", "engine_core", "frontend")
 
 PLAIN = ("engine_core.config", "engine_core.errors", "engine_core.request", "engine_core.step")
 PLAIN_MODEL = (*PLAIN, "engine_core.model_config")
@@ -37,7 +37,7 @@ BOOKKEEPING = tuple(f"engine_core.{name}" for name in POLICY_NAMES)
 
 INTERNAL_IMPORTS: dict[str, tuple[str, ...]] = {
     # the module or package on the left imports only these of the project's own (and itself)
-    "engine_core.config": PLAIN,
+    "engine_core.config": (*PLAIN, "access.policy"),
     "engine_core.errors": PLAIN,
     "engine_core.request": PLAIN,
     "engine_core.step": PLAIN,
@@ -50,12 +50,13 @@ INTERNAL_IMPORTS: dict[str, tuple[str, ...]] = {
     "engine_core.executor": (*PLAIN_MODEL, "engine_core.log"),
     "engine_core.models": (*PLAIN_MODEL, "engine_core.ops"),
     "engine_core.ops": PLAIN_MODEL,
-    "frontend": ("greenlane",),
+    "frontend": ("access", "greenlane"),
+    "access": (),
 }
 PURE = (*PLAIN_MODEL, *BOOKKEEPING, "engine_core.scheduling.scheduler", "engine_core.engine", "engine_core.session")
 IMPURE_LIBRARIES = ("torch", "zmq", "grpc", "asyncio", "socket", "subprocess", "threading", "uvloop")
 TORCH_HOMES = ("engine_core.worker", "engine_core.device", "engine_core.models", "engine_core.ops")
-GRPC_HOMES = ("engine_core.service", "engine_core.health", "engine_core.main", "frontend")
+GRPC_HOMES = ("access", "frontend", *(f"engine_core.{name}" for name in ("server", "service", "health", "main")))
 ZMQ_HOMES = ("engine_core.executor",)
 CUDA_HOMES = (
     "engine_core.device.cuda",
@@ -204,6 +205,7 @@ def test_every_module_says_what_it_owns() -> None:
     [
         (misplaced_imports, "frontend.generate", "from engine_core.request import Request"),
         (misplaced_imports, "engine_core.service", "import frontend.config"),
+        (misplaced_imports, "access.keys", "from frontend.config import ConfigError"),
         (misplaced_imports, "engine_core.scheduling.scheduler", "from engine_core import engine"),
         (misplaced_imports, "engine_core.engine", "def f():\n    from engine_core.executor.zmq import ZmqExecutor"),
         (misplaced_imports, "engine_core.engine", "from greenlane.engine.v1 import engine_pb2"),

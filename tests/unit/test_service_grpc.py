@@ -19,7 +19,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from engine_core.errors import ConfigError, EngineDead
 from engine_core.health import Health
 from engine_core.request import Abort, CloseSession, Command, ModelLimits, Output, Request
-from engine_core.service import ENGINE_SERVICE, MAX_SESSIONS, EngineService, bind, bind_unix, build_server
+from engine_core.server import bind, build_server
+from engine_core.service import ENGINE_SERVICE, MAX_SESSIONS, EngineService
 
 LIMITS = ModelLimits(vocab_size=1000, max_model_len=1 << 20, page_size=16, total_pages=64)
 INFO = pb.GetInfoResponse(model="tiny", vocab_size=1000)
@@ -114,7 +115,7 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
     core, health = ScriptedCore(), Health(ENGINE_SERVICE)
     service = EngineService(core, health, INFO, draw_seed=lambda: 1, max_unacked_bytes=1 << 20)
     server = build_server(service, health)
-    address = bind_unix(server, str(tmp_path / "grpc.sock"))
+    address = bind(server, f"unix:{tmp_path}/grpc.sock")
     await server.start()
     tick = asyncio.create_task(service.tick())
     async with grpc.aio.insecure_channel(address, options=OPTIONS) as channel:
@@ -388,11 +389,11 @@ async def test_a_port_in_use_is_refused(tmp_path: Path) -> None:
     health = Health(ENGINE_SERVICE)
     service = EngineService(ScriptedCore(), health, INFO, draw_seed=lambda: 1)
     first, second = build_server(service, health), build_server(service, health)
-    address = bind(first, "127.0.0.1", 0)
+    address = bind(first, "127.0.0.1:0")
     await first.start()
     port = int(address.rpartition(":")[2])
     assert port > 0
     with pytest.raises(ConfigError, match=f"can't listen on 127.0.0.1:{port}"):
-        bind(second, "127.0.0.1", port)
+        bind(second, f"127.0.0.1:{port}")
     await first.stop(0)
     await second.stop(0)

@@ -43,7 +43,7 @@ class Core:
         self.process = psutil.Popen(
             [
                 *(sys.executable, "-P", "-m", "engine_core", "engine", f"--model={MODEL}", "--device=fake"),
-                *("--load-format=dummy", f"--ready-fd={write_fd}", f"--uds={folder / 'grpc.sock'}", *flags),
+                *("--load-format=dummy", f"--ready-fd={write_fd}", f"--address=unix:{folder / 'grpc.sock'}", *flags),
             ],
             pass_fds=(write_fd,),
             stdin=subprocess.DEVNULL,
@@ -282,7 +282,7 @@ async def test_a_core_dies_with_its_supervisor(folder: Path) -> None:
         "subprocess.Popen([sys.executable, *sys.argv[1:], f'--parent-pid={os.getpid()}'])\n"
         "time.sleep(600)\n"
     )
-    flags = (f"--model={MODEL}", "--device=fake", "--load-format=dummy", f"--uds={folder / 'grpc.sock'}")
+    flags = (f"--model={MODEL}", "--device=fake", "--load-format=dummy", f"--address=unix:{folder / 'grpc.sock'}")
     parent = psutil.Popen(
         [sys.executable, "-c", code, "-P", "-m", "engine_core", "engine", *flags], stderr=subprocess.DEVNULL
     )

@@ -1,0 +1,51 @@
+"""The one door of a gRPC server: a call without a key goes nowhere, whatever its method.
+
+Owns which methods are open to everybody: health alone, so that probes need no key. Reflection and methods that don't
+exist need one like all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from access.keys import KeyFile
+
+OPEN_METHODS = ("/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch")
+MESSAGE = "a key is needed: send the metadata `authorization: Bearer KEY`"
+
+
+class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
+    """Refuses calls with UNAUTHENTICATED before their first message is read."""
+
+    def __init__(self, keys: KeyFile) -> None:
+        self._keys = keys
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
+    ) -> Any:
+        if handler_call_details.method in OPEN_METHODS or self._keys.accepts(_authorization(handler_call_details)):
+            return await continuation(handler_call_details)
+        # a stream handler runs without waiting for a message, and any kind of call can be refused by one
+        return grpc.stream_stream_rpc_method_handler(_refuse)
+
+
+def interceptors(keys: KeyFile | None) -> tuple[TokenInterceptor, ...]:
+    """Of a server whose calls need one of the keys; None: they need none."""
+    return () if keys is None else (TokenInterceptor(keys),)
+
+
+def _authorization(details: grpc.HandlerCallDetails) -> bytes | None:
+    """The only such header; two of them are as good as none."""
+    values = [value for name, value in details.invocation_metadata or () if name == "authorization"]
+    if len(values) != 1:
+        return None
+    (value,) = values
+    return value if isinstance(value, bytes) else str(value).encode()
+
+
+async def _refuse(messages: Any, context: Any) -> None:
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, MESSAGE)
