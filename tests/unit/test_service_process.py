@@ -337,7 +337,7 @@ async def test_a_port_in_use_is_refused(folder: Path) -> None:
             subprocess.run,
             [
                 *(sys.executable, "-P", "-m", "engine_core", "engine", f"--model={MODEL}", "--device=fake"),
-                *("--load-format=dummy", f"--port={port}"),
+                *("--load-format=dummy", f"--address=127.0.0.1:{port}"),
             ],
             capture_output=True,
             text=True,
