@@ -6,7 +6,6 @@ import ssl
 import subprocess
 from pathlib import Path
 
-import httpx
 import openai
 import pytest
 
@@ -26,9 +25,11 @@ def test_serving_every_interface(make_server: MakeServer, tmp_path: Path) -> Non
     assert server.http.startswith("https://0.0.0.0:")
     url = server.http.replace("0.0.0.0", "127.0.0.1")
     context = ssl.create_default_context(cafile=issued.ca)
-    with httpx.Client(verify=context, trust_env=False, timeout=GUARD_S) as transport:
+    with openai.DefaultHttpxClient(verify=context, trust_env=False, timeout=GUARD_S) as transport:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="the-key", http_client=transport, max_retries=0)
-        assert client.completions.create(model="tiny", prompt="It is", max_tokens=3).usage.completion_tokens == 3
+        usage = client.completions.create(model="tiny", prompt="It is", max_tokens=3).usage
+        assert usage is not None
+        assert usage.completion_tokens == 3
         stranger = client.with_options(api_key="a-key")
         with pytest.raises(openai.AuthenticationError, match="a key is needed"):
             stranger.completions.create(model="tiny", prompt="It is", max_tokens=3)

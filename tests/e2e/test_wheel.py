@@ -41,7 +41,7 @@ def test_wheel_holds_the_product_and_no_tests(wheel: Path) -> None:
     assert len(tops) == len(packages) + 1
     assert {"greenlane/engine/v1/engine.proto", "greenlane/text/v1/text.proto", "engine_core/py.typed"} <= set(names)
     tracked = subprocess.run(
-        ["git", "ls-files", "engine_core", "frontend"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["git", "ls-files", "access", "engine_core", "frontend"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.splitlines()
     assert sorted(set(tracked) - set(names)) == []
     assert [name for name in names if "test" in name or name.endswith(".safetensors")] == []
