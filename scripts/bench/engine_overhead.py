@@ -3,7 +3,12 @@
 Runs the product's own loop with default settings (engine thread, scheduler, ZMQ executor, a worker process with the
 fake device, the session protocol) over decode rows x contexts. A step's figure is all CPU time of the engine thread
 divided by steps, waiting and hand-over included. Rows share their prompt in groups of 32, so that set-up stays short;
-what a step does depends on rows, not on where their pages are. Prints a table, then one JSON line:
+what a step does depends on rows, not on where their pages are.
+
+A sample spans as many steps as pass between two visits of a row (its ids and full pages are taken over in stretches).
+Rows of short contexts start in the same step and are visited in the same few steps from then on, those of long ones
+start one by one: the median of samples that are shorter would leave the visits out of the one and not of the other.
+Contexts take turns, so that what else the machine does falls on all of them. Prints a table, then one JSON line:
 
     step_ms_256     engine thread per step at 256 decode rows, worst context
     context_growth  the same at 32k over 1k
@@ -11,7 +16,7 @@ what a step does depends on rows, not on where their pages are. Prints a table, 
     admit_ms_8192   an 8192-token prompt: parsing, admission, and its first plan on the way to the worker
     hash_ms_8192    its prefix hash chain, which frontends compute
 
-    python scripts/bench/engine_overhead.py [--windows 12]
+    python scripts/bench/engine_overhead.py [--windows 4]
 """
 
 from __future__ import annotations
@@ -43,6 +48,7 @@ from engine_core.host import EngineHost, Publish
 from engine_core.main import build_engine, model_limits, worker_config
 from engine_core.model_config import load_model_config
 from engine_core.request import Command, Ids, ModelLimits, Output, Request, prefix_chain
+from engine_core.scheduling.rows import STRETCH_PAGES
 from engine_core.session import PROTOCOL_VERSION, Session
 from scripts.bench.scale import factor
 from scripts.serving import TINY
@@ -52,8 +58,8 @@ CONTEXTS = (1024, 8192, 32768)
 MAX_MODEL_LEN = 40960
 GROUP = 32
 """Rows that share a prompt but for its last tokens."""
-WINDOW = 16
-"""Turns of the engine thread a sample, about as many steps."""
+ROUNDS = 3
+"""Turns of each context."""
 ADMISSIONS = 15
 KV_BYTES = 1 << 36
 """The fake device stores 8 bytes a token whatever the model's shape; this is room for all rows at the worst context."""
@@ -63,8 +69,10 @@ TIMEOUT_S = 600.0
 class MeteredEngine:
     """The engine as its thread sees it, with that thread's CPU time by window of steps and by admission."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, window: int) -> None:
+        """`window` is the least number of steps of a sample."""
         self._engine = engine
+        self._window = window
         self.step_ms: list[float] = []
         self.admit_ms: list[float] = []
         self._window_began: float | None = None
@@ -79,7 +87,7 @@ class MeteredEngine:
 
     def step(self, now: float) -> None:
         self._window_turns += 1
-        if self._window_began is None or self._window_turns > WINDOW:
+        if self._window_began is None or self._window_turns > self._window:  # about one step a turn
             self._turn_window()
         self._engine.step(now)
         if self._admission_began is not None:
@@ -87,10 +95,12 @@ class MeteredEngine:
             self._admission_began = None
 
     def _turn_window(self) -> None:
-        """Close the window, if one is open, and begin the next: its first turn is the one that starts now."""
+        """Close the window, if it spans enough steps, and begin the next: its first turn is the one that starts now."""
         cpu = 0.0 if self._window_began is None else time.thread_time() - self._window_began
         steps = self._engine.stats().steps
-        if self._window_began is not None and steps > self._window_steps:
+        if self._window_began is not None:
+            if steps - self._window_steps < self._window:
+                return
             self.step_ms.append(1e3 * cpu * factor() / (steps - self._window_steps))
         self._window_turns, self._window_steps = 1, steps
         self._window_began = time.thread_time()
@@ -265,7 +275,7 @@ async def engine_core(folder: Path, sockets: Path) -> AsyncIterator[Bench]:
             start_timeout=config.start_timeout,
         )
         ready = executor.start(worker_config(config, folder), lambda loading: None)
-        engine = MeteredEngine(build_engine(config, model, ready, executor, publish))
+        engine = MeteredEngine(build_engine(config, model, ready, executor, publish), STRETCH_PAGES * config.page_size)
         built.append((engine, model_limits(config, model, ready)))
         return engine, executor
 
@@ -294,8 +304,9 @@ async def measure(windows: int) -> dict[str, float]:
         async with engine_core(Path(folder), sockets) as bench:
             table: dict[tuple[int, int], list[float]] = {}
             for rows in ROWS:
+                for context in CONTEXTS * ROUNDS:
+                    table.setdefault((rows, context), []).extend(await bench.steps(rows, context, windows))
                 for context in CONTEXTS:
-                    table[rows, context] = await bench.steps(rows, context, windows)
                     show(f"step, {rows} rows at {context}", table[rows, context])
             admissions, hashing = await bench.admissions()
             show("admission of 8192 tokens", admissions)
@@ -318,7 +329,7 @@ def show(what: str, samples: list[float]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="CPU of the engine core per step, publication and admission.")
-    parser.add_argument("--windows", type=int, default=12, help=f"samples of {WINDOW} steps for each row of the table")
+    parser.add_argument("--windows", type=int, default=4, help=f"samples of each of {ROUNDS} turns of a context")
     options = parser.parse_args()
     print(f"{'scaled CPU time':<28} {'median':>8}")
     result = asyncio.run(measure(options.windows))
