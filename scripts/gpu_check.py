@@ -3,9 +3,10 @@
     scripts/gpu_check.sh [SECTION ...] [--out FOLDER] [--modes MODE ...] [--rows ROW ...]
 
 Each section is a process of its own with a time limit, so that one that breaks its CUDA context breaks no other. What
-they measured goes into FOLDER: `h200-smoke.json` holds every section but the mixed load, the newest run of each;
-`h200-itl.jsonl` holds the mixed load, to which a run appends (`--fresh` begins anew). Both name card, driver, versions,
-commit and flags. A run starts from the committed results, so that sections can be measured one at a time.
+they measured goes into FOLDER: `h200-smoke.json` holds every section but the loads, the newest run of each;
+`h200-itl.jsonl` holds the mixed load and `h200-rows.jsonl` ordinary load, to which a run appends (`--fresh` begins
+anew). All name card, driver, versions, commit and flags. A run starts from the committed results, so that sections can
+be measured one at a time.
 
 The exit status is 1 if something that must hold didn't. `--device fake` rehearses the harness on a CPU.
 """
@@ -30,13 +31,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this file is run as a script
 
-from scripts.gpu import itl, memcheck, overlap, smoke, tests_on_gpu
+from scripts.gpu import itl, memcheck, overlap, rows, smoke, tests_on_gpu
 from scripts.gpu.options import ROOT, Options, parse_mode
 from scripts.gpu_kernels import machine
 from scripts.serving import process_tree
 
 RESULTS = ROOT / "scripts" / "bench" / "results"
-SMOKE, ITL = "h200-smoke.json", "h200-itl.jsonl"
+SMOKE = "h200-smoke.json"
+LOADS = {"itl": ("h200-itl.jsonl", itl.table), "rows": ("h200-rows.jsonl", rows.table)}
+"""Sections of many lines: their files and tables."""
 STOP_S = 60.0
 """For a section that is out of time to stop what it started."""
 
@@ -62,6 +65,7 @@ SECTIONS = {
     "idle": Section(partial(tests_on_gpu.run, file="test_idle_wait.py"), 180, "0.6b"),
     "memcheck": Section(memcheck.run, 420, "tiny"),
     "itl": Section(itl.run, 1200, "4b"),
+    "rows": Section(rows.run, 900, "4b"),
 }
 
 
@@ -90,12 +94,18 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--commit", default="", help="what the results name, where the checkout has no history")
     out.add_argument("--limit", type=float, help="seconds for each section; default: each its own")
     out.add_argument(
-        "--modes", nargs="*", type=parse_mode, default=[], help=f"itl: lane modes (default: {' '.join(itl.MODES)})"
+        "--modes",
+        nargs="*",
+        type=parse_mode,
+        default=[],
+        help=f"itl, rows: lane modes (default: {' '.join(itl.MODES)}; rows: auto)",
     )
-    out.add_argument("--rows", nargs="*", default=[], help=f"itl: loads (default: {' '.join(itl.ROWS)})")
+    out.add_argument(
+        "--rows", nargs="*", default=[], help=f"itl, rows: loads (default: {' '.join((*itl.ROWS, *rows.ROWS))})"
+    )
     out.add_argument("--injected-s", type=float, default=10.0, help="itl: how long prompts are injected")
     out.add_argument("--undisturbed-s", type=float, default=4.0, help="itl: how long a row without injection takes")
-    out.add_argument("--fresh", action="store_true", help="itl: begin the file anew")
+    out.add_argument("--fresh", action="store_true", help="itl, rows: begin the file anew")
     out.add_argument("--one", nargs=2, metavar=("SECTION", "FILE"), help=argparse.SUPPRESS)
     return out
 
@@ -131,8 +141,8 @@ def run_section(name: str, options: argparse.Namespace, header: dict[str, Any]) 
     seconds = round(time.monotonic() - began, 1)
     lines = [json.loads(line) for line in result.read_text().splitlines()] if result.exists() else []
     about = {**header, "seconds": seconds}
-    if name == "itl":
-        return record_itl(options, about, lines, ended)
+    if name in LOADS:
+        return record_load(name, options, about, lines, ended)
     measured = lines[0] if lines else {}
     broken = [*measured.pop("broken", []), *([] if ended == "" else [ended])]
     record_smoke(options.out, name, {"about": about, "broken": broken, **measured})
@@ -225,17 +235,20 @@ def record_smoke(folder: Path, name: str, measured: dict[str, Any]) -> None:
     (folder / SMOKE).write_text(json.dumps(results, indent=1) + "\n")
 
 
-def record_itl(options: argparse.Namespace, about: dict[str, Any], lines: list[dict[str, Any]], ended: str) -> bool:
+def record_load(
+    name: str, options: argparse.Namespace, about: dict[str, Any], lines: list[dict[str, Any]], ended: str
+) -> bool:
     """Append the lines behind a header of this run, and print the table of all that the file holds."""
-    earlier = [] if options.fresh else latest(options.out, ITL).splitlines()
-    header = {"about": about, "model": options.shape or SECTIONS["itl"].shape, "ended": ended or "well"}
+    file, table = LOADS[name]
+    earlier = [] if options.fresh else latest(options.out, file).splitlines()
+    header = {"about": about, "model": options.shape or SECTIONS[name].shape, "ended": ended or "well"}
     written = [*earlier, *(json.dumps(line) for line in (header, *lines))]
-    (options.out / ITL).write_text("".join(f"{line}\n" for line in written))
-    print("\n".join(itl.table([json.loads(line) for line in written])), flush=True)
-    print(f"itl: {ended}" if ended else f"itl: {about['seconds']} s", flush=True)
+    (options.out / file).write_text("".join(f"{line}\n" for line in written))
+    print("\n".join(table([json.loads(line) for line in written])), flush=True)
+    print(f"{name}: {ended}" if ended else f"{name}: {about['seconds']} s", flush=True)
     held = not ended and not any("error" in line for line in lines)
     if not held:
-        print_logs(options.work, "itl")
+        print_logs(options.work, name)
     return held
 
 

@@ -21,7 +21,7 @@ FAKE_KV = "64GiB"
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """A way to serve: `off-CHUNK`, `stream[-CHUNK]`, or `green-SMS[-CHUNK]`."""
+    """A way to serve: `off[-CHUNK]`, `stream[-CHUNK]`, `green-SMS[-CHUNK]`, or `auto[-CHUNK]`."""
 
     label: str
     overlap: str
@@ -32,9 +32,11 @@ class Mode:
 
 def parse_mode(label: str) -> Mode:
     """Raises argparse.ArgumentTypeError naming the forms."""
-    match = re.fullmatch(r"(off|stream|green-(\d+))(?:-(\d+))?", label)
+    match = re.fullmatch(r"(off|stream|auto|green-(\d+))(?:-(\d+))?", label)
     if match is None:
-        raise argparse.ArgumentTypeError(f"{label!r} is no mode: off-CHUNK, stream[-CHUNK] or green-SMS[-CHUNK]")
+        raise argparse.ArgumentTypeError(
+            f"{label!r} is no mode: off[-CHUNK], stream[-CHUNK], green-SMS[-CHUNK] or auto[-CHUNK]"
+        )
     name, sms, chunk = match.groups()
     return Mode(label, name.partition("-")[0], int(sms) if sms else None, int(chunk) if chunk else None)
 
@@ -67,6 +69,10 @@ class Options:
         return folder if (folder / "config.json").exists() else make_shape.write(self.shape, folder)
 
     @property
+    def max_num_seqs(self) -> int:
+        return 256 if self.shape == "0.6b" else 128
+
+    @property
     def vocabulary(self) -> int:
         return 4000 if self.shape == "tiny" else make_shape.VOCABULARY
 
@@ -81,7 +87,7 @@ def server_flags(options: Options, mode: Mode, *further: str) -> list[str]:
         f"--device={options.device}",
         f"--decode-overlap={mode.overlap}",
         f"--max-model-len={options.context}",
-        "--max-num-seqs=128",
+        f"--max-num-seqs={options.max_num_seqs}",
     ]
     if mode.chunk is not None:
         flags.append(f"--max-num-batched-tokens={mode.chunk}")

@@ -54,6 +54,9 @@ def done(event: str, step: int, start: float, end: float, *, tokens: int = 0, be
     return {"event": event, "step": step, "start": start, "end": end, "chunk_tokens": tokens, "beside": beside}
 
 
+ITL_FILE = gpu_check.LOADS["itl"][0]
+
+
 def test_overlap_counts_only_what_completed_inside(tmp_path: Path) -> None:
     """Red when a decode step that began before a prefill, or ended after it, counts as inside; when short prefills
     count; or when the idle time before a launch isn't compared with the usual one."""
@@ -118,10 +121,10 @@ def test_mixed_load_is_appended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(gpu_check, "RESULTS", tmp_path / "none")
     options = argparse.Namespace(out=tmp_path, work=tmp_path, shape=None, fresh=False)
     about = {"commit": "a", "seconds": 1.0}
-    assert gpu_check.record_itl(options, about, [row("off-256", "16", 4.0, 5.0)], "")
-    assert not gpu_check.record_itl(options, about, [{"row": "16", "label": "stream", "error": "no"}], "")
-    labels = [json.loads(line).get("label") for line in (tmp_path / gpu_check.ITL).read_text().splitlines()]
+    assert gpu_check.record_load("itl", options, about, [row("off-256", "16", 4.0, 5.0)], "")
+    assert not gpu_check.record_load("itl", options, about, [{"row": "16", "label": "stream", "error": "no"}], "")
+    labels = [json.loads(line).get("label") for line in (tmp_path / ITL_FILE).read_text().splitlines()]
     assert labels == [None, "off-256", None, "stream"]
     options.fresh = True
-    assert not gpu_check.record_itl(options, about, [], "took too long")
-    assert len((tmp_path / gpu_check.ITL).read_text().splitlines()) == 1
+    assert not gpu_check.record_load("itl", options, about, [], "took too long")
+    assert len((tmp_path / ITL_FILE).read_text().splitlines()) == 1
