@@ -10,7 +10,10 @@ then profiled over a few steps. `lane` is the time of decode steps beside one ba
 from __future__ import annotations
 
 import argparse
+import cProfile
+import io
 import json
+import pstats
 import re
 import statistics
 import sys
@@ -178,6 +181,15 @@ def measure(case: str, feed: Feed, budget: int) -> dict[str, Any]:
     return {**out, **summary(profiler, feed.step - first)}
 
 
+def host_profile(steps: Callable[[int], None]) -> str:
+    """The 30 most expensive functions of 200 steps, by their own time."""
+    steps(20)
+    profiler, text = cProfile.Profile(), io.StringIO()
+    profiler.runcall(steps, 200)
+    pstats.Stats(profiler, stream=text).sort_stats("tottime").print_stats(30)
+    return text.getvalue()
+
+
 def summary(profiler: Any, steps: int) -> dict[str, Any]:
     """GPU microseconds a step by class, and how much of the span from first to last kernel none was running."""
     total: defaultdict[str, float] = defaultdict(float)
@@ -214,10 +226,10 @@ def main() -> int:
     parser.add_argument("--cases", nargs="*", default=CASES)
     parser.add_argument("--decode-sms", type=int, default=64)
     parser.add_argument("--budget", type=int, default=8192)
+    parser.add_argument("--host", action="store_true", help="first, which Python calls a decode step of 16 rows makes")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", default="")
     options = parser.parse_args()
-    lane = any(case.startswith("lane") for case in options.cases)
     folder = make_shape.write(options.shape, Path("/tmp/greenlane-profile") / options.shape)
     config = WorkerConfig(
         model=str(folder),
@@ -231,8 +243,8 @@ def main() -> int:
         kv_cache_memory=None,
         gpu_memory_utilization=0.8,
         async_depth=2,
-        decode_overlap="green" if lane else "off",
-        decode_sms=options.decode_sms if lane else None,
+        decode_overlap="auto",
+        decode_sms=options.decode_sms,
         threads=None,
         gpu_wait_timeout=60.0,
         crash_dir=None,
@@ -247,12 +259,15 @@ def main() -> int:
     opened = time.perf_counter() - began
     ends = {what: round(at - began, 1) for what, at in stages.items()}
     print(f"opened in {opened:.1f} s; ends of stages: {ends}", flush=True)
+    print(f"times: {device.times}", flush=True)
 
     def abort(what: str, error: BaseException | None = None) -> None:
         raise SystemExit(f"abort: {what}: {error}")
 
     feed = Feed(build_runner(device, config, abort, time.monotonic), config.async_depth)
     report: dict[str, Any] = {"machine": machine(options.commit), "opened_s": opened, "stages": ends, "cases": []}
+    if options.host:
+        print(host_profile(run("decode:16", feed, options.budget)))
     for case in options.cases:
         report["cases"].append(measured := measure(case, feed, options.budget))
         print(json.dumps(measured), flush=True)
