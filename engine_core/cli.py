@@ -79,6 +79,7 @@ FLAGS = (
     Flag("gpu_wait_timeout", float, "seconds that one step may take on a worker"),
     Flag("worker_timeout", float, "seconds of silence after which a worker counts as frozen"),
     Flag("start_timeout", float, "seconds for a worker to load the model"),
+    Flag("drain_timeout", float, "seconds for open requests to finish after SIGTERM; then they are aborted"),
     Flag("worker_address", str, "unix:/path to listen on for a worker started by hand; default: one is started"),
     Flag("crash_dir", str, "folder for crash reports; default: none are written"),
     Flag("step_log", str, "file for what the worker did when (see greenlane trace); default: none is written"),

@@ -68,6 +68,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ssl_ca_certs: str | None = None
     api_key_file: str | None = None
     insecure_listen: bool = False
+    drain_timeout: float = 30.0
+    """Seconds that open requests may take to finish after the first signal; then they are aborted."""
     log_level: str = "info"
 
     @property
@@ -141,6 +143,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if not 0.5 <= seconds <= 86400:
                 raise ConfigError(f"{flag} is {seconds}; it must be from 0.5 to 86400 seconds")
+        if not 0 <= self.drain_timeout <= 3600:
+            raise ConfigError(f"--drain-timeout is {self.drain_timeout}; it must be from 0 to 3600 seconds")
 
     def _check_address(self) -> None:
         path, guards = self.socket_path, self.access

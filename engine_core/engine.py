@@ -31,6 +31,9 @@ from engine_core.scheduling.scheduler import Scheduler
 from engine_core.scheduling.sequence import Ended
 from engine_core.step import StepResult
 
+DRAIN_RETRY_S = 5.0
+"""When a refused client may come again: by then another engine core may be up at the address."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
@@ -183,7 +186,9 @@ class Engine:
     def drain(self) -> None:
         """Accept nothing from now on; open sequences go on."""
         if self._refusal is None:
-            self._refusal = Rejected(RejectReason.DRAINING, "the server is draining; use another one")
+            self._refusal = Rejected(
+                RejectReason.DRAINING, "the server is draining; use another one", retry_after_s=DRAIN_RETRY_S
+            )
 
     def abort_all(self, cause: str) -> None:
         """A last word with UNAVAILABLE for every open sequence (a drain's time is up), published at once."""

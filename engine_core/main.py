@@ -42,7 +42,7 @@ from engine_core.request import MAX_LOGPROBS, ModelLimits, Output
 from engine_core.scheduling.policy import AutoPolicy, FixedPolicy, PrefillPolicy
 from engine_core.scheduling.scheduler import Scheduler
 from engine_core.server import bind, build_server, guards
-from engine_core.service import DRAIN_CAP_S, ENGINE_SERVICE, EngineService, State
+from engine_core.service import ENGINE_SERVICE, EngineService, State
 from engine_core.session import MAX_MESSAGE_BYTES, MAX_UNACKED_BYTES
 
 log = logging.getLogger(__name__)
@@ -182,7 +182,7 @@ class EngineProcess:
             self._host.stop(at_once=True)
 
     async def _drain(self) -> None:
-        finished, aborted = await self._service.drain(DRAIN_CAP_S)
+        finished, aborted = await self._service.drain(self._config.drain_timeout)
         event(log, logging.INFO, "drained", finished=finished, aborted=aborted)
         await self._service.settle(SETTLE_S)
         self._host.stop()

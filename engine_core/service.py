@@ -33,6 +33,7 @@ MAX_SESSIONS = 64
 TICK_S = 0.5
 SETTLE_POLL_S = 0.01
 DRAIN_CAP_S = 30.0
+"""Of a Drain call that names none."""
 MAX_DRAIN_S = 3600.0
 STATUS = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -144,15 +145,22 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     async def drain(self, timeout_s: float) -> tuple[int, int]:
         """Refuse new sessions and requests, let open ones finish; (finished, aborted). Health turns first."""
         if self.state in (State.STARTING, State.SERVING):
-            self.state = State.DRAINING
+            self._turn(State.DRAINING)
         await self._health.set(NOT_SERVING)
         return await self._core.drain(timeout_s)
 
     async def die(self, cause: str) -> None:
         """The engine is dead: when this returns, health says so; sessions still get what is delivered."""
-        self.state = State.DEAD
+        self._turn(State.DEAD)
         self._cause = cause
         await self._health.set(NOT_SERVING)
+
+    def _turn(self, state: State) -> None:
+        """Change the state and have every session hear of it."""
+        self.state = state
+        for stream in self._streams.values():
+            stream.session.tell_state(state)
+            stream.changed.set()
 
     def deliver(self, outputs: list[Output]) -> None:
         """Hand the outputs of an engine step to their sessions. A session that is gone gets nothing more."""

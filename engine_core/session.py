@@ -87,6 +87,7 @@ class Session:
         self._outbox = Outbox(max_message_bytes)
         self._greeted = False
         self._welcome_due = False
+        self._state_due: int | None = None
         self._next_number = 0
         self._step = 0
         self._writing = False
@@ -198,6 +199,10 @@ class Session:
                 "read and acknowledge faster",
             )
 
+    def tell_state(self, state: int) -> None:
+        """Have the next message say what has become of the engine core (an EngineState)."""
+        self._state_due = state
+
     def take(self, now: float) -> pb.SessionResponse | None:
         """The next message to write, or None: nothing to say, or a write is outstanding. Then call `written`."""
         if self._writing or not self._greeted:
@@ -211,9 +216,13 @@ class Session:
             self._welcome_due = False
             return pb.SessionResponse(welcome=pb.Welcome(protocol_version=PROTOCOL_VERSION, info=self._info))
         output = self._outbox.take()
-        if output is not None:
-            return pb.SessionResponse(output=output)
-        return pb.SessionResponse() if now - self._last_write >= HEARTBEAT_S else None
+        if output is None and self._state_due is None and now - self._last_write < HEARTBEAT_S:
+            return None
+        message = pb.SessionResponse(output=output)
+        if self._state_due is not None:
+            message.MergeFrom(pb.SessionResponse(state=pb.EngineState.Name(self._state_due)))
+            self._state_due = None
+        return message
 
     def written(self, now: float) -> None:
         """The transport has taken the message; the next may follow."""
@@ -231,7 +240,8 @@ class Session:
     @property
     def settled(self) -> bool:
         """Whether the client has acknowledged everything there was to say."""
-        return self._outbox.empty and not self._writing and self._outbox.acked == self._outbox.sent
+        told = self._outbox.empty and self._state_due is None
+        return told and not self._writing and self._outbox.acked == self._outbox.sent
 
     def close(self) -> CloseSession:
         """The command that aborts all that the session has open."""

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     from frontend.process import run
 
     configure(config.log_level)
-    return run(config, options.ready_fd, options.alive_fd)
+    return run(config, options.ready_fd, options.alive_fd, engine_restarts=options.engine_restarts)
 
 
 def _check_files(config: FrontendConfig) -> int:
@@ -109,11 +109,13 @@ def parser() -> argparse.ArgumentParser:
     add("engine_tls_certfile", str, "PEM certificate to show to the engine core")
     add("engine_tls_keyfile", str, "PEM key of that certificate")
     add("engine_api_key_file", str, "file whose first bearer token is sent to the engine core")
+    add("drain_timeout", float, "seconds for open requests to finish after SIGTERM; then they are cut off")
     add("log_level", str, ", ".join(LOG_LEVELS))
     out.add_argument("--check-flags", action="store_true", help="check the flags, start nothing")
     out.add_argument("--ready-fd", type=int, help="descriptor that gets one JSON line once requests are served")
     out.add_argument("--alive-fd", type=int, help="descriptor that gets a byte a second while the process is alive")
     out.add_argument("--parent-pid", type=int, help="process without which the frontend must not live")
+    out.add_argument("--engine-restarts", action="store_true", help="a lost engine core is started again by somebody")
     return out
 
 
@@ -131,6 +133,8 @@ def read_config(options: argparse.Namespace) -> FrontendConfig:
     for flag, seconds in (("--engine-timeout", config.engine_timeout), ("--request-timeout", config.request_timeout)):
         if seconds is not None and not 0.5 <= seconds <= 86400:
             raise ConfigError(f"{flag} is {seconds}; it must be from 0.5 to 86400 seconds")
+    if not 0 <= config.drain_timeout <= 3600:
+        raise ConfigError(f"--drain-timeout is {config.drain_timeout}; it must be from 0 to 3600 seconds")
     if config.log_level not in LOG_LEVELS:
         raise ConfigError(f"--log-level is {config.log_level!r}; it must be one of {', '.join(LOG_LEVELS)}")
     if "" in config.served_model_name:

@@ -159,6 +159,14 @@ FLAGS = (
     Flag("worker-timeout", To.ENGINE, "Failures", "Silence after which a worker counts as frozen", "SECONDS", "5.0"),
     Flag("gpu-wait-timeout", To.ENGINE, "Failures", "Bound of one step on a worker", "SECONDS", "60.0"),
     Flag("start-timeout", To.ENGINE, "Failures", "Bound of loading the model", "SECONDS", "600.0"),
+    Flag(
+        "drain-timeout",
+        ALL | To.SERVE,
+        "Failures",
+        "Bound of finishing open requests after SIGTERM or Ctrl-C",
+        "SECONDS",
+        "30.0",
+    ),
     Flag("crash-dir", To.ENGINE, "Failures", "Folder for crash reports; default: none are written", "FOLDER"),
     Flag(
         "step-log",

@@ -48,6 +48,8 @@ class FrontendConfig:
     """With the certificate: what the engine core is shown (mTLS)."""
     engine_api_key_file: str | None = None
     """Its first key is sent to the engine core."""
+    drain_timeout: float = 30.0
+    """Seconds that open requests may take to finish after the first signal; then they are cut off."""
     log_level: str = "info"
 
     @property

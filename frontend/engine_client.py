@@ -32,6 +32,7 @@ CALL_TIMEOUT_S = 5.0
 DRAIN_GRACE_S = 10.0
 """What a Drain call may take beyond its own time cap."""
 LISTENER_TIMEOUT_S = 1.0
+STATE_TIMEOUT_S = 1.0
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
 LATE_S = 1.0
@@ -58,21 +59,31 @@ class ClientState(enum.Enum):
 
     CONNECTING = "connecting"
     """No session yet since the start."""
+    STARTING = "starting"
+    """The engine core is there and says so."""
     SERVING = "serving"
+    DRAINING = "draining"
+    """The engine core takes no new requests; open ones go on while the session lasts."""
     DEAD = "dead"
-    """The session was lost; reconnecting."""
+    """The session was lost, or the engine core says that it has failed; reconnecting."""
     CLOSED = "closed"
 
 
+_TOLD: dict[int, ClientState] = {
+    pb.ENGINE_STATE_STARTING: ClientState.STARTING,
+    pb.ENGINE_STATE_DRAINING: ClientState.DRAINING,
+    pb.ENGINE_STATE_DEAD: ClientState.DEAD,
+}
 Listener = Callable[[ClientState], Awaitable[None]]
 
 
 class SessionLost(Exception):
-    """The session ended; the message says why, `details` more of it for the log."""
+    """The session ended; the message says why, `details` more of it for the log, `state` what the core says it is."""
 
-    def __init__(self, message: str, details: str | None = None) -> None:
+    def __init__(self, message: str, details: str | None = None, state: ClientState | None = None) -> None:
         super().__init__(message)
         self.details = details
+        self.state = state
 
 
 def open_channel(address: str) -> grpc.aio.Channel:
@@ -219,18 +230,22 @@ class EngineClient:
         """Hold a session; when it is lost, tell everybody, wait a little and begin again."""
         backoff = FIRST_BACKOFF_S
         while True:
+            state: ClientState | None = None
             try:
                 async with self._open() as call:
                     await self._hold(call)
             except (SessionLost, ProtocolViolation) as error:
                 reason = str(error)
-                if isinstance(error, SessionLost) and error.details and self.lost_reason != reason:
-                    logger.warning("no connection to the engine core: %s", error.details)
+                if isinstance(error, SessionLost):
+                    state = error.state
+                    if error.details and self.lost_reason != reason:
+                        logger.warning("no connection to the engine core: %s", error.details)
             except Exception as error:  # a fault of ours must not leave requests waiting
                 logger.exception("the engine session failed")
                 reason = f"the frontend failed to handle its session ({type(error).__name__})"
-            had_session = self.state is ClientState.SERVING
-            await self._lose(ClientState.DEAD if self.info is not None else ClientState.CONNECTING, reason)
+            had_session = self._session is not None
+            unknown = ClientState.DEAD if self.info is not None else ClientState.CONNECTING
+            await self._lose(state or unknown, reason)
             backoff = FIRST_BACKOFF_S if had_session else min(2 * backoff, MAX_BACKOFF_S)
             await self._clock.sleep(backoff)
 
@@ -248,11 +263,20 @@ class EngineClient:
             reachable = self._channel.get_state() is grpc.ChannelConnectivity.READY
             if self._session is None and not reachable:  # the details hold addresses: for the log, not for clients
                 raise SessionLost("it can't be reached", error.details()) from error
-            raise SessionLost(f"{error.code().name}: {error.details()}") from error
+            state = None if self._session is not None else await self._ask_state()
+            raise SessionLost(f"{error.code().name}: {error.details()}", state=state) from error
         finally:
             call.cancel()
             channel, self._channel = self._channel, None
             await channel.close(None)
+
+    async def _ask_state(self) -> ClientState | None:
+        """What an engine core that takes no session says it is; None: it doesn't say."""
+        try:
+            info = await asyncio.wait_for(self.get_info(), STATE_TIMEOUT_S)
+        except (ApiError, TimeoutError):
+            return None
+        return _TOLD.get(info.state)
 
     async def _hold(self, call: Any) -> None:
         """Read, write and watch until one of them raises."""
@@ -278,10 +302,20 @@ class EngineClient:
         try:
             await self._serve(session)
             while not writer.done():
-                session.receive(await self._read(call))
+                message = await self._read(call)
+                if message.HasField("state"):
+                    await self._note_state(message.state)
+                session.receive(message)
             writer.result()
         finally:
             await _end([writer])
+
+    async def _note_state(self, state: int) -> None:
+        """The engine core says what has become of it: health first, then what comes of that."""
+        told = _TOLD.get(state)
+        if told is not None:
+            self.lost_reason = f"it is {told.value}"
+            await self._set_state(told)
 
     async def _read(self, call: Any) -> pb.SessionResponse:
         """The next message. Raises AioRpcError or SessionLost at the end of the call."""

@@ -37,21 +37,26 @@ from frontend.tokenizer import Tokenizer, resolve
 
 logger = logging.getLogger(__name__)
 
-DRAIN_S = 30.0
 BEAT_S = 1.0
 LAST_WORDS_S = 1.0
 """How long requests that were cut off may take to tell their clients."""
 
 
-def run(config: FrontendConfig, ready_fd: int | None, alive_fd: int | None = None) -> int:
-    """Serve until a signal; the exit status: 0 stopped, 1 a server failed, 2 settings that can't be served."""
+def run(
+    config: FrontendConfig, ready_fd: int | None, alive_fd: int | None = None, *, engine_restarts: bool = False
+) -> int:
+    """Serve until a signal; the exit status: 0 stopped, 1 a server failed, 2 settings that can't be served.
+
+    `engine_restarts`: whoever started this process starts a lost engine core again.
+    """
     try:
         guards = Guards.load(config)
         folder = resolve(config.model)
         tokenizer = Tokenizer.load(folder)
         template = _template(str(folder), tokenizer)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_live(_serve(config, guards, tokenizer, template, ready_fd), alive_fd))
+            serving = _serve(config, guards, tokenizer, template, ready_fd, engine_restarts=engine_restarts)
+            return runner.run(_live(serving, alive_fd))
     except ConfigError as error:
         os.write(2, f"error: {error}\n".encode())
         return 2
@@ -93,7 +98,13 @@ class Signals:
 
 
 async def _serve(
-    config: FrontendConfig, guards: Guards, tokenizer: Tokenizer, template: ChatTemplate | None, ready_fd: int | None
+    config: FrontendConfig,
+    guards: Guards,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    ready_fd: int | None,
+    *,
+    engine_restarts: bool,
 ) -> int:
     signals = Signals()
     client = EngineClient(
@@ -113,6 +124,7 @@ async def _serve(
         metrics=Metrics(),
         clock=time.monotonic,
         request_timeout=config.request_timeout,
+        engine_restarts=engine_restarts,
     )
     client.on_state(lambda _: health.tell(served.health is Health.SERVING))
     listener = listeners.bind(config.host, config.port)
@@ -130,7 +142,7 @@ async def _serve(
             _announce(ready_fd, listeners.http_address(listener, tls=guards.http_tls is not None), grpc_address)
             await _first(signals.stop.wait(), asyncio.wait((http_task,)))
         failed = http_task.done()
-        await _drain(served, health, client, signals)
+        await _drain(served, health, client, signals, config.drain_timeout)
     finally:
         await client.close()
         await http.stop()
@@ -144,12 +156,14 @@ def _application(served: Served, config: FrontendConfig, guards: Guards) -> Http
     return HttpServer({**api.routes(), **pages.routes()}, config.max_body_bytes, guards.keys, OPEN_PATHS)
 
 
-async def _drain(served: Served, health: HealthService, client: EngineClient, signals: Signals) -> None:
+async def _drain(
+    served: Served, health: HealthService, client: EngineClient, signals: Signals, drain_timeout: float
+) -> None:
     """Refuse new requests, let the open ones finish, cut off what is left and let it say so."""
     served.drain()
     await health.tell(False)
     logger.info("stopping; open requests: %d", served.metrics.open_requests)
-    await _first(served.idle(), signals.at_once.wait(), asyncio.sleep(DRAIN_S))
+    await _first(served.idle(), signals.at_once.wait(), asyncio.sleep(drain_timeout))
     await client.close()
     await _first(served.idle(), asyncio.sleep(LAST_WORDS_S))
     await asyncio.sleep(0)

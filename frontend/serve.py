@@ -42,6 +42,7 @@ class Plan:
     """Command line of the engine core."""
     frontends: list[list[str]]
     start_timeout: float
+    drain_timeout: float
     host: str
     """Of the frontends."""
     ports: list[tuple[str, int]]
@@ -85,15 +86,16 @@ def make_plan(values: Mapping[str, Value], folder: Path) -> Plan:
     if not 1 <= count <= MAX_FRONTENDS:
         raise ConfigError(f"--frontends is {count}; it must be from 1 to {MAX_FRONTENDS}")
     python = [sys.executable, "-P", "-m"]
+    session = [f"--engine-address={address}", "--engine-restarts"]
     frontends = [
-        [*python, "frontend", f"--engine-address={address}", *child_argv(_ports(values, place), To.FRONTEND)]
-        for place in range(count)
+        [*python, "frontend", *session, *child_argv(_ports(values, place), To.FRONTEND)] for place in range(count)
     ]
     return Plan(
         engine_address=address,
         engine=[*python, "engine_core", "engine", *_listen(address), *child_argv(values, To.ENGINE)],
         frontends=frontends,
         start_timeout=_seconds(values, "start_timeout"),
+        drain_timeout=_seconds(values, "drain_timeout"),
         host=str(values.get("host", default_of("host"))),
         ports=[
             (flag, int(str(ports[key])))
@@ -183,7 +185,7 @@ def _hands(plan: Plan, ready_fd: int | None) -> Hands:
         Command(name, functools.partial(_frontend_argv, argv)) for name, argv in zip(names, plan.frontends, strict=True)
     ]
     return Hands(
-        Supervisor(CORE, names, bounds),
+        Supervisor(CORE, names, bounds, plan.drain_timeout),
         commands,
         silence_bound=SILENCE_S,
         say=say,

@@ -40,6 +40,8 @@ class Health(enum.Enum):
 
 _HEALTH = {
     ClientState.CONNECTING: Health.STARTING,
+    ClientState.STARTING: Health.STARTING,
+    ClientState.DRAINING: Health.DRAINING,
     ClientState.SERVING: Health.SERVING,
     ClientState.DEAD: Health.DEAD,
     ClientState.CLOSED: Health.DEAD,
@@ -86,10 +88,12 @@ class Served:
         metrics: Metrics,
         clock: Callable[[], float],
         request_timeout: float | None = None,
+        engine_restarts: bool = False,
     ) -> None:
         """`names[0]` is the one reported; `start` sends a request to the engine core; `clock` and times in seconds.
 
-        `on_lost` tells whoever watches health that it has turned; it is waited for.
+        `engine_restarts`: somebody starts a lost engine core again, so health calls it starting. `on_lost` tells
+        whoever watches health that it has turned; it is waited for.
         """
         self.names = tuple(names)
         self.tokenizer = tokenizer
@@ -102,6 +106,7 @@ class Served:
         self._lost: engine_pb2.GetInfoResponse | None = None
         self._clock = clock
         self._request_timeout = request_timeout
+        self._while_lost = Health.STARTING if engine_restarts else Health.DEAD
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -112,9 +117,10 @@ class Served:
     def health(self) -> Health:
         if self._draining:
             return Health.DRAINING
-        if self._lost is not None and self._lost is self._engine.info:
-            return Health.DEAD
-        return _HEALTH[self._engine.state]
+        health = _HEALTH[self._engine.state]
+        if health is Health.SERVING and self._lost is not None and self._lost is self._engine.info:
+            health = Health.DEAD
+        return self._while_lost if health is Health.DEAD else health
 
     @property
     def max_model_len(self) -> int:

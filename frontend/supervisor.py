@@ -27,8 +27,8 @@ CONFIG_ERROR = 2
 MAX_RESTARTS = 5
 RESTART_WINDOW_S = 300.0
 FIRST_DELAY_S = 0.25
-DRAIN_S = 35.0
-"""Processes bound their own drain at 30 s; what is left then is killed."""
+DRAIN_MARGIN_S = 5.0
+"""Processes bound their own drain at `drain_timeout`; what is left this much later is killed."""
 STOP_S = 2.0
 """From asking a process to stop at once to killing it."""
 
@@ -115,10 +115,13 @@ class _Process:
 class Supervisor:
     """The state machine. Every method takes the time in seconds (any monotonic clock) and returns instructions."""
 
-    def __init__(self, core: str, frontends: Sequence[str], start_bounds: Mapping[str, float]) -> None:
+    def __init__(
+        self, core: str, frontends: Sequence[str], start_bounds: Mapping[str, float], drain_timeout: float = 30.0
+    ) -> None:
         self._core = _Process(core, start_bounds[core])
         self._frontends = [_Process(name, start_bounds[name]) for name in frontends]
         self._processes = {process.name: process for process in (self._core, *self._frontends)}
+        self._drain_bound = drain_timeout + DRAIN_MARGIN_S
         self._mode = Mode.RUNNING
         self._mode_deadline = 0.0
         self._announced = False
@@ -166,7 +169,7 @@ class Supervisor:
     def signalled(self, now: float) -> list[Instruction]:
         """SIGINT, SIGTERM or SIGHUP arrived."""
         if self._mode is Mode.RUNNING:
-            self._mode, self._mode_deadline = Mode.DRAINING, now + DRAIN_S
+            self._mode, self._mode_deadline = Mode.DRAINING, now + self._drain_bound
             self._give_up_starts()
             out: list[Instruction] = [Say("finishing open requests; once more stops at once")]
             out += [Terminate(each.name) for each in self._frontends if each.alive]

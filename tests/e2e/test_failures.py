@@ -55,6 +55,8 @@ def test_lost_worker_or_core(make_server: MakeServer, role: str, number: signal.
         assert call.status is grpc.StatusCode.UNAVAILABLE, call.details
         assert call.health_after is False, "health was still SERVING after a call had failed"
         assert call.ended_at - began < bound
+    with server.client() as client:
+        assert client.get("/health").json()["status"] in ("starting", "serving"), "`serve` starts it again"
     until(lambda: not alive(lost), "the lost core's processes are gone")
     assert time.monotonic() - began < bound + ORPHANS_S
     assert_serves(server)
@@ -132,6 +134,23 @@ def test_first_signal_lets_requests_finish(make_server: MakeServer) -> None:
         server.complete().raise_for_status()
     assert call.join().status is grpc.StatusCode.OK
     assert call.finish_reason == "length"
+    assert server.process.wait() == 0
+
+
+def test_a_drain_has_a_bound(make_server: MakeServer) -> None:
+    """Red if --drain-timeout isn't kept to, new requests aren't told when to come again, or what is cut off is cut off
+    without a word."""
+    server = make_server("--drain-timeout=2")
+    call = OpenCall(server.grpc, long_request(max_tokens=1900))
+    began = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    until(lambda: server.health() != 200, "health turned")
+    with server.client() as client:
+        assert client.get("/health").json()["status"] == "draining"
+    refused = server.complete()
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+    assert call.join().status is grpc.StatusCode.UNAVAILABLE
+    assert 2.0 <= call.ended_at - began < 2.0 + DEATH_S
     assert server.process.wait() == 0
 
 

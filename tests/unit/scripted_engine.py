@@ -143,6 +143,8 @@ class ScriptedEngine(engine_pb2_grpc.EngineServicer):
         self.info = served
         self.protocol_version = 1
         self.greet = True
+        self.refusal = ""
+        """Sessions are refused with UNAVAILABLE and this reason, unless it is empty."""
         self.asked = asyncio.Event()
         """GetStats was called; it answers once `stats_answer` is set, as it is at first."""
         self.stats_answer = asyncio.Event()
@@ -155,6 +157,8 @@ class ScriptedEngine(engine_pb2_grpc.EngineServicer):
             return await self.sessions.get()
 
     async def Session(self, request_iterator: Any, context: Any) -> None:
+        if self.refusal:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, self.refusal)
         session = ScriptedSession(context)
         if self.greet:
             welcome = pb.Welcome(protocol_version=self.protocol_version, info=self.info)

@@ -59,7 +59,7 @@ def test_every_process_accepts_what_serve_hands_it(tmp_path: Path) -> None:
     values |= {"api_key_file": str(key_file(tmp_path, "one"))}
     values |= {"insecure_listen": True}
     unset = {flag.key for flag in FLAGS} - values.keys()
-    assert unset == {"engine_address", "decode_sms"}
+    assert unset == {"engine_address", "decode_sms", "itl_target_ms"}
     plan = make_plan(values, tmp_path)
     for argv in (plan.engine, *plan.frontends):
         check_flags(argv)

@@ -18,7 +18,7 @@ from frontend.engine_client import ClientState, EngineClient, open_channel
 from frontend.request import ApiError, Code, Sampling, TextRequest
 from frontend.session import Session
 from frontend.streams import RequestStream
-from tests.unit.scripted_engine import HANG_GUARD_S, ScriptedEngine, finish, info, listening, socket_folder
+from tests.unit.scripted_engine import HANG_GUARD_S, ScriptedEngine, finish, info, listening, socket_folder, step_output
 
 CANARY = 4_095_007
 
@@ -200,6 +200,53 @@ async def test_a_lost_session_turns_health_first_then_fails_then_reconnects(
     add = await second.next_add()
     client.abort(stream)
     assert (add.number, again.number, client.open_sequences) == (1, 1, 1)
+
+
+async def test_the_state_that_the_core_tells(client: EngineClient, engine: ScriptedEngine) -> None:
+    """Red if a draining engine core is sent new requests, its open ones are cut off, or health hears of it late."""
+    session = await engine.session()
+    stream = await client.submit(TextRequest([1]))
+    await session.next_add()
+    seen: list[tuple[ClientState, bool]] = []
+
+    async def listener(state: ClientState) -> None:
+        seen.append((state, stream.error is not None))
+
+    client.on_state(listener)
+    await session.write(pb.SessionResponse(state=pb.ENGINE_STATE_DRAINING))
+    await state_of(client, ClientState.DRAINING)
+    with pytest.raises(ApiError, match="it is draining") as refused:
+        await client.submit(TextRequest([2]))
+    assert refused.value.code is Code.UNAVAILABLE
+    assert (stream.error, client.open_sequences) == (None, 1)
+    error = pb.Error(code=14, message="the worker was killed")
+    last = step_output(1, accepted=[1], finishes=[finish(1, "ERROR", error=error)])
+    await session.write(pb.SessionResponse(state=pb.ENGINE_STATE_DEAD, output=last))
+    assert "the worker was killed" in (await failure(stream)).message
+    assert seen == [(ClientState.DRAINING, False), (ClientState.DEAD, False)]
+    session.end()
+    await engine.session()
+    await state_of(client, ClientState.SERVING)
+
+
+async def test_a_core_that_takes_no_session_says_why(folder: Path) -> None:
+    """Red if an engine core that loads its model again counts as dead once it can be asked."""
+    engine = ScriptedEngine(info())
+    async with listening(engine, folder / "engine"):
+        client = EngineClient(f"unix:{folder / 'engine'}")
+        await client.start()
+        await engine.session()
+        await state_of(client, ClientState.SERVING)
+    await state_of(client, ClientState.DEAD)
+    engine = ScriptedEngine(info(state=pb.ENGINE_STATE_STARTING, instance_id="two"))
+    engine.refusal = "the engine core is starting"
+    async with listening(engine, folder / "engine"):
+        await state_of(client, ClientState.STARTING)
+        engine.info.state = pb.ENGINE_STATE_DRAINING
+        await state_of(client, ClientState.DRAINING)
+        engine.refusal = ""
+        await state_of(client, ClientState.SERVING)
+        await client.close()
 
 
 async def test_without_a_session_requests_are_refused(folder: Path) -> None:

@@ -264,6 +264,8 @@ async def test_health_follows_the_engine(client: httpx.AsyncClient, site: Site) 
     for state, status, word in (
         (ClientState.SERVING, 200, "serving"),
         (ClientState.CONNECTING, 503, "starting"),
+        (ClientState.STARTING, 503, "starting"),
+        (ClientState.DRAINING, 503, "draining"),
         (ClientState.DEAD, 503, "dead"),
         (ClientState.CLOSED, 503, "dead"),
     ):

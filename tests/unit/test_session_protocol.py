@@ -11,7 +11,7 @@ import pytest
 from greenlane.engine.v1 import engine_pb2 as pb
 
 from engine_core.errors import StatusCode
-from engine_core.request import Abort, CloseSession, Finish, ModelLimits, Output, Request, prefix_chain
+from engine_core.request import FINISH_STOP, Abort, CloseSession, Finish, ModelLimits, Output, Request, prefix_chain
 from engine_core.session import HEARTBEAT_S, HELLO_S, MAX_ADDS, Session, SessionBroken
 
 LIMITS = ModelLimits(vocab_size=1000, max_model_len=128, page_size=4, total_pages=64)
@@ -278,6 +278,25 @@ def test_a_heartbeat_follows_a_second_of_silence_only() -> None:
     session.written(1.5)
     assert not session.silent(2.4)
     assert session.silent(2.5)
+
+
+def test_a_change_of_state_is_told_at_once_and_once() -> None:
+    """Red when a client hears of the core's state only with a heartbeat, after the ends it explains, or twice."""
+    session = opened()
+    assert session.take(0.1) is None
+    session.tell_state(pb.ENGINE_STATE_DRAINING)
+    unsettled = not session.settled
+    told = session.take(0.1)
+    assert told is not None
+    assert (told.state, told.HasField("output")) == (pb.ENGINE_STATE_DRAINING, False)
+    session.written(0.1)
+    assert (unsettled, session.settled) == (True, True)
+    assert session.take(0.1) is None
+    session.tell_state(pb.ENGINE_STATE_DEAD)
+    session.publish(Output(session.number, 1, finishes=[Finish(0, FINISH_STOP, 1, 1, 0)]))
+    told = session.take(0.2)
+    assert told is not None
+    assert (told.state, len(told.output.finishes)) == (pb.ENGINE_STATE_DEAD, 1)
 
 
 def test_a_client_that_acknowledges_nothing_is_cut_off() -> None:

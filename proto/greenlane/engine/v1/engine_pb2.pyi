@@ -142,12 +142,14 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("welcome", "output")
+    __slots__ = ("welcome", "output", "state")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     output: StepOutput
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., output: _Optional[_Union[StepOutput, _Mapping]] = ...) -> None: ...
+    state: EngineState
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., output: _Optional[_Union[StepOutput, _Mapping]] = ..., state: _Optional[_Union[EngineState, str]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("protocol_version", "info")
