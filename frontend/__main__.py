@@ -11,10 +11,10 @@ import dataclasses
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from access.policy import AccessError, split_address
+from access.policy import AccessError, is_loopback, split_address
 from frontend.config import ConfigError, FrontendConfig
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -92,6 +92,8 @@ def parser() -> argparse.ArgumentParser:
     add("host", str, "address of HTTP and gRPC")
     add("port", int, "HTTP port; 0: any free one")
     add("grpc_port", int, "text gRPC port; 0: any free one")
+    add("vllm_grpc_port", int, "VllmEngine gRPC port, for gateways like smg; 0: any free one; default: not served")
+    add("vllm_grpc_host", str, "address of VllmEngine gRPC, which knows neither TLS nor tokens")
     add("max_body_bytes", int, "largest HTTP body or gRPC message")
     add("engine_timeout", float, "seconds of silence after which the engine core counts as frozen")
     add("request_timeout", float, "deadline in seconds of requests that bring none; default: none")
@@ -123,11 +125,7 @@ def read_config(options: argparse.Namespace) -> FrontendConfig:
     """The checked settings; raises ConfigError naming the flag and what would work."""
     values = {field.name: getattr(options, field.name) for field in dataclasses.fields(FrontendConfig)}
     config = FrontendConfig(**{**values, "served_model_name": tuple(options.served_model_name)})
-    for flag, port in (("--port", config.port), ("--grpc-port", config.grpc_port)):
-        if not 0 <= port <= 65535:
-            raise ConfigError(f"{flag} is {port}; it must be from 0 to 65535")
-    if config.port == config.grpc_port != 0:
-        raise ConfigError(f"--port and --grpc-port are both {config.port}; they must differ")
+    _check_ports({"--port": config.port, "--grpc-port": config.grpc_port, "--vllm-grpc-port": config.vllm_grpc_port})
     if not 1024 <= config.max_body_bytes <= 1 << 30:
         raise ConfigError(f"--max-body-bytes is {config.max_body_bytes}; it must be from 1024 to {1 << 30}")
     for flag, seconds in (("--engine-timeout", config.engine_timeout), ("--request-timeout", config.request_timeout)):
@@ -143,8 +141,26 @@ def read_config(options: argparse.Namespace) -> FrontendConfig:
         config.access.check("--host", config.host)
     except AccessError as error:
         raise ConfigError(str(error)) from error
+    if not (is_loopback(config.vllm_grpc_host) or config.insecure_listen):
+        raise ConfigError(
+            f"--vllm-grpc-host {config.vllm_grpc_host} is not loopback, and VllmEngine's gateways know neither TLS nor "
+            "tokens: keep it on this machine, or say --insecure-listen on a network that is private"
+        )
     _check_engine(config)
     return config
+
+
+def _check_ports(ports: Mapping[str, int | None]) -> None:
+    """Raise ConfigError unless the ports by flag are ones, and no two the same."""
+    taken: dict[int, str] = {}
+    for flag, port in ports.items():
+        if port is None:
+            continue
+        if not 0 <= port <= 65535:
+            raise ConfigError(f"{flag} is {port}; it must be from 0 to 65535")
+        if port and port in taken:
+            raise ConfigError(f"{taken[port]} and {flag} are both {port}; they must differ")
+        taken[port] = flag
 
 
 def _check_engine(config: FrontendConfig) -> None:

@@ -12,6 +12,7 @@ import traceback
 import grpc
 import msgspec
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from frontend.request import ApiError, Code
@@ -20,6 +21,8 @@ Headers = list[tuple[bytes, bytes]]
 
 DEFAULT_RETRY_S = 1.0
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
+ERROR_DOMAIN = "greenlane"
+"""Whose reasons an ErrorInfo holds."""
 
 _HTTP_STATUS = {
     Code.CANCELLED: 499,
@@ -28,12 +31,14 @@ _HTTP_STATUS = {
     Code.NOT_FOUND: 404,
     Code.RESOURCE_EXHAUSTED: 429,
     Code.INTERNAL: 500,
+    Code.UNIMPLEMENTED: 501,
     Code.UNAVAILABLE: 503,
 }
 _OPENAI_TYPE = {
     429: "rate_limit_error",
     499: "request_cancelled",
     500: "server_error",
+    501: "server_error",
     503: "service_unavailable_error",
     504: "timeout_error",
 }
@@ -69,10 +74,15 @@ def http_headers(error: ApiError | HttpError) -> Headers:
     """Retry-After (whole seconds, at least 1) where waiting helps, Allow and the like where HTTP asks for them."""
     if isinstance(error, HttpError):
         return error.headers
+    seconds = retry_after_s(error)
+    return [] if seconds is None else [(b"retry-after", str(max(1, math.ceil(seconds))).encode())]
+
+
+def retry_after_s(error: ApiError) -> float | None:
+    """When to try again; None where waiting doesn't help."""
     if error.code not in (Code.RESOURCE_EXHAUSTED, Code.UNAVAILABLE):
-        return []
-    seconds = DEFAULT_RETRY_S if error.retry_after_s is None else error.retry_after_s
-    return [(b"retry-after", str(max(1, math.ceil(seconds))).encode())]
+        return None
+    return DEFAULT_RETRY_S if error.retry_after_s is None else error.retry_after_s
 
 
 def openai_body(error: ApiError | HttpError) -> bytes:
@@ -98,20 +108,22 @@ def grpc_status(error: ApiError) -> grpc.StatusCode:
 
 
 def grpc_details(error: ApiError) -> bytes:
-    """A serialized google.rpc.Status, for the trailer `grpc-status-details-bin`: the field to blame, when to retry."""
-    details: list[any_pb2.Any] = []
+    """A serialized google.rpc.Status for the trailer `grpc-status-details-bin`: always ErrorInfo, and where they apply
+    BadRequest (the field to blame) and RetryInfo (when to try again)."""
+    details: list[Message] = [error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN)]
     if error.parameter is not None:
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.parameter, description=error.message)
-        details.append(_packed(error_details_pb2.BadRequest(field_violations=[violation])))
-    if error.retry_after_s is not None:
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    seconds = retry_after_s(error)
+    if seconds is not None:
         delay = duration_pb2.Duration()
-        delay.FromMilliseconds(round(error.retry_after_s * 1000))
-        details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
-    status = status_pb2.Status(code=int(error.code), message=error.message, details=details)
+        delay.FromMilliseconds(round(seconds * 1000))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    status = status_pb2.Status(code=int(error.code), message=error.message, details=map(_packed, details))
     return bytes(status.SerializeToString())
 
 
-def _packed(message: error_details_pb2.BadRequest | error_details_pb2.RetryInfo) -> any_pb2.Any:
+def _packed(message: Message) -> any_pb2.Any:
     packed = any_pb2.Any()
     packed.Pack(message)
     return packed

@@ -123,6 +123,21 @@ FLAGS = (
     Flag("port", To.FRONTEND, "Server", "HTTP port; 0: any free one", "PORT", "8000"),
     Flag("grpc-port", To.FRONTEND, "Server", "Text gRPC port; 0: any free one", "PORT", "50051"),
     Flag(
+        "vllm-grpc-port",
+        To.FRONTEND,
+        "Server",
+        "VllmEngine gRPC port, for gateways like smg; 0: any free one; default: not served",
+        "PORT",
+    ),
+    Flag(
+        "vllm-grpc-host",
+        To.FRONTEND,
+        "Server",
+        "Address of VllmEngine gRPC, which knows neither TLS nor tokens",
+        "ADDRESS",
+        "127.0.0.1",
+    ),
+    Flag(
         "frontends",
         To.SERVE,
         "Server",

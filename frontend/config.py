@@ -31,6 +31,10 @@ class FrontendConfig:
     """HTTP; 0: any free port."""
     grpc_port: int = 50051
     """Text gRPC; 0: any free port."""
+    vllm_grpc_port: int | None = None
+    """VllmEngine gRPC, for gateways; 0: any free port, None: not served."""
+    vllm_grpc_host: str = "127.0.0.1"
+    """Address of that listener alone: it is plain, since its clients know neither TLS nor tokens."""
     max_body_bytes: int = 32 * MIB
     engine_timeout: float = 5.0
     """Seconds of silence on the session after which the engine core counts as frozen."""

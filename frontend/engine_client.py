@@ -191,6 +191,16 @@ class EngineClient:
         )
         return answer
 
+    async def flush_cache(self) -> int:
+        """Drop what the prefix cache keeps and no request refers to; the pages dropped.
+
+        Raises ApiError (UNAVAILABLE) when the engine core doesn't answer.
+        """
+        answer: pb.FlushCacheResponse = await self._call(
+            lambda engine: engine.FlushCache(pb.FlushCacheRequest(), timeout=CALL_TIMEOUT_S)
+        )
+        return answer.pages_dropped
+
     async def drain(self, timeout_s: float = 30.0) -> pb.DrainResponse:
         """Drain the engine core, for all its frontends. Raises ApiError (UNAVAILABLE) when it doesn't answer."""
         request = pb.DrainRequest(timeout_s=timeout_s)

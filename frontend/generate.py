@@ -63,6 +63,7 @@ class Generation:
         self._stream: RequestStream | None = None
         self._texts: list[SequenceText] = []
         self._unfinished = request.sampling.n or 1
+        self._closed = False
         self._wants_prompt = request.sampling.prompt_logprobs is not None
         self.prompt_logprobs: list[TokenLogprob] | None = None
         """One per prompt token, if asked for; complete when the first delta is there."""
@@ -73,6 +74,8 @@ class Generation:
             if self._stream is None:
                 self._stream = await self._client.submit(self._request)
                 self._texts = [self._new_text() for _ in self._stream.sequences]
+                if self._closed:  # by somebody else, while a long prompt was on its way
+                    self._abort()
             stream = self._stream
             while not (stream.accepted or stream.ready or stream.error):
                 await stream.changed()
@@ -81,6 +84,11 @@ class Generation:
             raise
         if stream.error is not None and not stream.ready:
             raise stream.error
+
+    @property
+    def started(self) -> bool:
+        """Whether the engine core has begun to compute the prompt."""
+        return self._stream is not None and self._stream.started
 
     @property
     def usage(self) -> Usage:
@@ -112,7 +120,7 @@ class Generation:
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
-        """End the request in the engine core if it isn't over. Idempotent."""
+        """End the request in the engine core if it isn't over; its reader gets CANCELLED. Idempotent, from any task."""
         self._abort()
 
     async def __aenter__(self) -> Self:
@@ -159,6 +167,7 @@ class Generation:
         return SequenceText(self._tokenizer, self._request, self._stops)
 
     def _abort(self) -> None:
+        self._closed = True
         stream = self._stream
         if stream is not None and self._unfinished:
             self._client.abort(stream)

@@ -1,4 +1,4 @@
-"""The frontend's two listening servers: HTTP and text gRPC, bound before anybody is told their addresses.
+"""The frontend's listening servers: HTTP, text gRPC and VllmEngine, bound before anybody is told their addresses.
 
 Owns sockets, ports and the servers' own settings. Knows nothing of models and requests.
 """
@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -18,6 +18,7 @@ import uvicorn
 from greenlane.text.v1 import text_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from smg_grpc_proto import vllm_engine_pb2_grpc
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from access.interceptor import interceptors
@@ -27,6 +28,8 @@ from frontend.config import ConfigError
 from frontend.health import HealthService
 from frontend.http_server import HttpServer
 from frontend.text_service import SERVICE, TextService
+from frontend.vllm_service import SERVICE as VLLM_SERVICE
+from frontend.vllm_service import VllmService
 
 BACKLOG = 2048
 KEEP_ALIVE_S = 30
@@ -36,6 +39,13 @@ MAX_HEAD_BYTES = 64 << 10
 MAX_UNWANTED_BYTES = 32 << 20
 STOP_S = 2
 """How long connections may take to close once nothing is served any more."""
+GATEWAY_PINGS = (
+    # A gateway pings every 30 s, also through a long silent prefill; by default that is too often and costs the
+    # connection, with all calls on it.
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_ping_strikes", 0),
+)
 HEALTH_SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
 
@@ -187,29 +197,66 @@ def grpc_server(
     tls: grpc.ServerCredentials | None = None,
     keys: KeyFile | None = None,
 ) -> tuple[grpc.aio.Server, str]:
-    """The gRPC server, bound but not started, and its address. Raises ConfigError when the port can't be had.
+    """The text gRPC server, bound but not started, and its address. Raises ConfigError when the port can't be had.
 
     With `keys`, every call but health's needs one of them.
     """
-    server = grpc.aio.server(
+    server = _new_server(max_message_bytes, keys=keys)
+    text_pb2_grpc.add_TextServicer_to_server(text, server)
+    _add_common(server, SERVICE, health)
+    return server, _bind_grpc(server, "--grpc-port", "--host", host, port, tls)
+
+
+def vllm_server(
+    host: str, port: int, vllm: VllmService, health: HealthService, max_message_bytes: int
+) -> tuple[grpc.aio.Server, str]:
+    """The VllmEngine server, bound but not started, and its address. Raises ConfigError when the port can't be had.
+
+    Neither TLS nor keys: its clients know neither.
+    """
+    server = _new_server(max_message_bytes, GATEWAY_PINGS)
+    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(vllm, server)
+    _add_common(server, VLLM_SERVICE, health)
+    return server, _bind_grpc(server, "--vllm-grpc-port", "--vllm-grpc-host", host, port)
+
+
+def _new_server(
+    max_message_bytes: int, options: Sequence[tuple[str, int]] = (), *, keys: KeyFile | None = None
+) -> grpc.aio.Server:
+    return grpc.aio.server(
         interceptors=interceptors(keys),
         options=[
             ("grpc.so_reuseport", 0),  # else two servers would share a port and each get half of the calls
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", max_message_bytes),
+            *options,
         ],
     )
-    text_pb2_grpc.add_TextServicer_to_server(text, server)
+
+
+def _add_common(server: grpc.aio.Server, service: str, health: HealthService) -> None:
+    """What every gRPC server has: health and reflection."""
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    reflection.enable_server_reflection((SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME), server)
+    reflection.enable_server_reflection((service, HEALTH_SERVICE, reflection.SERVICE_NAME), server)
+
+
+def _bind_grpc(
+    server: grpc.aio.Server,
+    port_flag: str,
+    host_flag: str,
+    host: str,
+    port: int,
+    tls: grpc.ServerCredentials | None = None,
+) -> str:
+    """The address that the server got. Raises ConfigError naming the flags."""
     try:
         wanted = f"{_bracketed(host)}:{port}"
         bound: Any = server.add_insecure_port(wanted) if tls is None else server.add_secure_port(wanted, tls)
     except RuntimeError as error:
         raise ConfigError(
-            f"--grpc-port {port} on --host {host} can't be listened on; choose another one, or 0 for any"
+            f"{port_flag} {port} on {host_flag} {host} can't be listened on; choose another one, or 0 for any"
         ) from error
-    return server, f"{_bracketed(host)}:{bound}"
+    return f"{_bracketed(host)}:{bound}"
 
 
 def _bracketed(host: str) -> str:

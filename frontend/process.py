@@ -15,9 +15,10 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from importlib.metadata import version
 
+import grpc.aio
 import uvloop
 
 from frontend import listeners
@@ -29,11 +30,14 @@ from frontend.guards import OPEN_PATHS, Guards
 from frontend.health import HealthService
 from frontend.http_server import HttpServer
 from frontend.metrics import Metrics
+from frontend.model_files import ModelFiles
 from frontend.openai_api import OpenAiApi
 from frontend.serving import Health, Served
 from frontend.status_pages import StatusPages
 from frontend.text_service import SERVICE, TextService
 from frontend.tokenizer import Tokenizer, resolve
+from frontend.vllm_service import SERVICE as VLLM_SERVICE
+from frontend.vllm_service import VllmService
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +58,9 @@ def run(
         folder = resolve(config.model)
         tokenizer = Tokenizer.load(folder)
         template = _template(str(folder), tokenizer)
+        files = None if config.vllm_grpc_port is None else ModelFiles.load(folder)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            serving = _serve(config, guards, tokenizer, template, ready_fd, engine_restarts=engine_restarts)
+            serving = _serve(config, guards, tokenizer, template, files, ready_fd, engine_restarts=engine_restarts)
             return runner.run(_live(serving, alive_fd))
     except ConfigError as error:
         os.write(2, f"error: {error}\n".encode())
@@ -102,6 +107,7 @@ async def _serve(
     guards: Guards,
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
+    files: ModelFiles | None,
     ready_fd: int | None,
     *,
     engine_restarts: bool,
@@ -113,7 +119,7 @@ async def _serve(
         connect=guards.connect,
         metadata=guards.engine_metadata,
     )
-    health = HealthService(SERVICE)
+    health = HealthService(SERVICE, *(() if files is None else (VLLM_SERVICE,)))
     served = Served(
         names=config.served_model_name or (config.model,),
         tokenizer=tokenizer,
@@ -129,25 +135,42 @@ async def _serve(
     client.on_state(lambda _: health.tell(served.health is Health.SERVING))
     listener = listeners.bind(config.host, config.port)
     http = listeners.HttpListener(_application(served, config, guards), listener, guards.http_tls)
-    text = TextService(served, _new_id)
-    grpc_server, grpc_address = listeners.grpc_server(
-        *(config.host, config.grpc_port, text, health, config.max_body_bytes), tls=guards.grpc_tls, keys=guards.keys
-    )
-    await grpc_server.start()
+    servers = _grpc_servers(config, guards, served, health, files)
+    addresses = {kind: address for kind, (_, address) in servers.items()}
+    for server, _ in servers.values():
+        await server.start()
     http_task = http.start()
     await client.start()
     try:
         if await _first(client.serving(), signals.stop.wait(), asyncio.wait((http_task,))) == 0:
             _check_vocabulary(client, tokenizer)
-            _announce(ready_fd, listeners.http_address(listener, tls=guards.http_tls is not None), grpc_address)
+            http_address = listeners.http_address(listener, tls=guards.http_tls is not None)
+            _announce(ready_fd, {"http": http_address, **addresses})
             await _first(signals.stop.wait(), asyncio.wait((http_task,)))
         failed = http_task.done()
         await _drain(served, health, client, signals, config.drain_timeout)
     finally:
         await client.close()
         await http.stop()
-        await grpc_server.stop(0)
+        for server, _ in servers.values():
+            await server.stop(0)
     return 1 if failed else 0
+
+
+def _grpc_servers(
+    config: FrontendConfig, guards: Guards, served: Served, health: HealthService, files: ModelFiles | None
+) -> dict[str, tuple[grpc.aio.Server, str]]:
+    """What speaks gRPC, with its address, by the name under which it is announced. Raises ConfigError."""
+    text, size = TextService(served, _new_id), config.max_body_bytes
+    servers = {
+        "grpc": listeners.grpc_server(
+            *(config.host, config.grpc_port, text, health, size), tls=guards.grpc_tls, keys=guards.keys
+        )
+    }
+    if files is not None and config.vllm_grpc_port is not None:
+        vllm = VllmService(served, files, time.monotonic)
+        servers["vllm"] = listeners.vllm_server(config.vllm_grpc_host, config.vllm_grpc_port, vllm, health, size)
+    return servers
 
 
 def _application(served: Served, config: FrontendConfig, guards: Guards) -> HttpServer:
@@ -200,12 +223,12 @@ def _check_vocabulary(client: EngineClient, tokenizer: Tokenizer) -> None:
         )
 
 
-def _announce(ready_fd: int | None, http: str, grpc_address: str) -> None:
-    """Tell whoever started this process, and the log, where it serves."""
-    logger.info("serving HTTP on %s and gRPC on %s", http, grpc_address)
+def _announce(ready_fd: int | None, addresses: Mapping[str, str]) -> None:
+    """Tell whoever started this process, and the log, where it serves what."""
+    logger.info("serving %s", ", ".join(f"{kind} on {address}" for kind, address in addresses.items()))
     if ready_fd is None:
         return
-    line = json.dumps({"http": http, "grpc": grpc_address}) + "\n"
+    line = json.dumps(addresses) + "\n"
     with contextlib.suppress(BrokenPipeError):
         os.write(ready_fd, line.encode())
     os.close(ready_fd)

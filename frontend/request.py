@@ -21,21 +21,31 @@ class Code(enum.IntEnum):
     DEADLINE_EXCEEDED = 4
     NOT_FOUND = 5
     RESOURCE_EXHAUSTED = 8
+    UNIMPLEMENTED = 12
     INTERNAL = 13
     UNAVAILABLE = 14
 
 
 class ApiError(Exception):
-    """A request that failed or was refused; `parameter` names the field to blame, where there is one."""
+    """A request that failed or was refused; `parameter` names the field to blame, where there is one.
+
+    `reason` is for programs: what happened within the code, in capitals, e.g. QUEUE_FULL.
+    """
 
     def __init__(
-        self, code: Code, message: str, parameter: str | None = None, retry_after_s: float | None = None
+        self,
+        code: Code,
+        message: str,
+        parameter: str | None = None,
+        retry_after_s: float | None = None,
+        reason: str | None = None,
     ) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
         self.parameter = parameter
         self.retry_after_s = retry_after_s
+        self.reason = reason or code.name
 
 
 @dataclass(frozen=True, slots=True)

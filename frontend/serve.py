@@ -34,6 +34,30 @@ MAX_FRONTENDS = 64
 
 
 @dataclass(frozen=True, slots=True)
+class Listener:
+    """One of a frontend's listeners."""
+
+    kind: str
+    """Its name in what a frontend announces."""
+    spoken: str
+    port: str
+    """Key of the flag with its port …"""
+    host: str
+    """… and with its address."""
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.port.replace('_', '-')}"
+
+
+LISTENERS = (
+    Listener("http", "OpenAI API", "port", "host"),
+    Listener("grpc", "text gRPC", "grpc_port", "host"),
+    Listener("vllm", "VllmEngine gRPC", "vllm_grpc_port", "vllm_grpc_host"),
+)
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What `serve` will start."""
 
@@ -43,10 +67,8 @@ class Plan:
     frontends: list[list[str]]
     start_timeout: float
     drain_timeout: float
-    host: str
-    """Of the frontends."""
-    ports: list[tuple[str, int]]
-    """Flags and ports of all frontends; those that may be any are left out."""
+    ports: list[tuple[str, str, int]]
+    """Addresses, flags and ports of all frontends; those that may be any are left out."""
 
 
 def serve(given: Mapping[str, Value], config: Path | None, ready_fd: int | None) -> int:
@@ -56,8 +78,8 @@ def serve(given: Mapping[str, Value], config: Path | None, ready_fd: int | None)
         plan = make_plan({**(read_config_file(config) if config else {}), **given}, folder)
         for argv in (plan.engine, *plan.frontends[:1]):
             check_flags(argv)
-        for flag, port in plan.ports:
-            check_port(plan.host, flag, port)
+        for host, flag, port in plan.ports:
+            check_port(host, flag, port)
         finish = run_supervisor(functools.partial(_hands, plan, ready_fd))
         say(finish.cause)
         return finish.status
@@ -96,12 +118,11 @@ def make_plan(values: Mapping[str, Value], folder: Path) -> Plan:
         frontends=frontends,
         start_timeout=_seconds(values, "start_timeout"),
         drain_timeout=_seconds(values, "drain_timeout"),
-        host=str(values.get("host", default_of("host"))),
         ports=[
-            (flag, int(str(ports[key])))
+            (str(values.get(each.host, default_of(each.host))), each.flag, int(str(ports[each.port])))
             for ports in (_ports(values, place) for place in range(count))
-            for flag, key in (("--port", "port"), ("--grpc-port", "grpc_port"))
-            if ports[key] != "0"
+            for each in LISTENERS
+            if ports.get(each.port, "0") != "0"
         ],
     )
 
@@ -115,7 +136,8 @@ def check_port(host: str, flag: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise ConfigError(
-                f"{flag} {port}: {os.strerror(error.errno or 0).lower()}; choose others with --port and --grpc-port"
+                f"{flag} {port}: {os.strerror(error.errno or 0).lower()}; choose others with "
+                f"{', '.join(each.flag for each in LISTENERS)}"
             ) from error
 
 
@@ -142,15 +164,16 @@ def _listen(address: str) -> list[str]:
 def _ports(values: Mapping[str, Value], place: int) -> dict[str, Value]:
     """The values for the frontend at `place`, which takes the ports `place` above those given; 0 stays 0."""
     out = dict(values)
-    for key in ("port", "grpc_port"):
-        port = _number(values, key)
-        out[key] = str(port + place if port else 0)
+    for each in LISTENERS:
+        if each.kind != "vllm" or each.port in values:  # that one is off by default
+            port = _number(values, each.port)
+            out[each.port] = str(port + place if port else 0)
     return out
 
 
 def _number(values: Mapping[str, Value], key: str) -> int:
     try:
-        return int(str(values.get(key, default_of(key))))
+        return int(str(values[key] if key in values else default_of(key)))
     except ValueError:
         raise ConfigError(f"--{key.replace('_', '-')} is {values[key]!r}; it must be a whole number") from None
 
@@ -197,18 +220,20 @@ def _frontend_argv(argv: Sequence[str], previous: Ready | None) -> list[str]:
     """A restarted frontend takes the ports that it announced, so that its clients find it again."""
     if previous is None:
         return [*argv]
-    ports = (str(previous[key]).rpartition(":")[2] for key in ("http", "grpc"))
-    return [*argv, *(f"--{flag}={port}" for flag, port in zip(("port", "grpc-port"), ports, strict=True))]
+    announced = [each for each in LISTENERS if each.kind in previous]
+    return [*argv, *(f"{each.flag}={str(previous[each.kind]).rpartition(':')[2]}" for each in announced)]
 
 
 def announce(engine_address: str, ready_fd: int | None, ready: Mapping[str, Ready], pids: Mapping[str, int]) -> None:
     """Say in one line what serves where; as JSON to `ready_fd` too, for programs."""
     frontends = [ready[name] for name in frontend_names(len(ready) - 1)]
-    http, grpc = [each["http"] for each in frontends], [each["grpc"] for each in frontends]
-    sys.stdout.write(f"ready: OpenAI API {' '.join(http)} · text gRPC {' '.join(grpc)} · engine {engine_address}\n")
+    listening = [each for each in LISTENERS if each.kind in frontends[0]]
+    served = {each.kind: [frontend[each.kind] for frontend in frontends] for each in listening}
+    places = " · ".join(f"{each.spoken} {' '.join(served[each.kind])}" for each in listening)
+    sys.stdout.write(f"ready: {places} · engine {engine_address}\n")
     sys.stdout.flush()
     if ready_fd is not None:
-        message = {"http": http, "grpc": grpc, "engine": engine_address, "pids": pids, **_info(ready)}
+        message = {**served, "engine": engine_address, "pids": pids, **_info(ready)}
         with os.fdopen(ready_fd, "w") as pipe:
             pipe.write(json.dumps(message) + "\n")
 

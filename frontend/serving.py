@@ -54,6 +54,10 @@ class Answer(Protocol):
     prompt_logprobs: list[TokenLogprob] | None
 
     @property
+    def started(self) -> bool:
+        """Whether the engine core has begun to compute the prompt."""
+
+    @property
     def usage(self) -> Usage: ...
 
     async def accepted(self) -> None:
@@ -71,6 +75,8 @@ class Engine(Protocol):
     info: engine_pb2.GetInfoResponse | None
 
     async def get_stats(self) -> engine_pb2.GetStatsResponse: ...
+
+    async def flush_cache(self) -> int: ...
 
 
 class Served:
@@ -108,6 +114,7 @@ class Served:
         self._request_timeout = request_timeout
         self._while_lost = Health.STARTING if engine_restarts else Health.DEAD
         self._draining = False
+        self._open: dict[OpenRequest, None] = {}
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -138,6 +145,17 @@ class Served:
             return await asyncio.wait_for(self._engine.get_stats(), STATS_TIMEOUT_S)
         except (ApiError, TimeoutError):
             return None
+
+    async def flush_cache(self) -> int:
+        """Drop what the prefix cache keeps and no request refers to; the pages dropped. Raises ApiError."""
+        return await self._engine.flush_cache()
+
+    def prompt_backlog(self) -> tuple[int, int]:
+        """Prompt tokens of this frontend's open requests: not begun, and without a first token yet (the former
+        included)."""
+        silent = [request for request in self._open if not request.answering]
+        waiting = [request for request in silent if not request.started]
+        return sum(each.prompt_tokens for each in waiting), sum(each.prompt_tokens for each in silent)
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError (NOT_FOUND) for a model that isn't served; None means the one that is."""
@@ -181,7 +199,9 @@ class Served:
         self.metrics.open_requests += 1
         self._idle.clear()
         given_up = functools.partial(self._given_up, self._engine.info)
-        return OpenRequest(answer, len(request.prompt_ids), self.metrics, self._clock, given_up, self._ended)
+        opened = OpenRequest(answer, len(request.prompt_ids), self.metrics, self._clock, given_up, self._ended)
+        self._open[opened] = None
+        return opened
 
     def drain(self) -> None:
         """Refuse new requests from now on; health says so at once."""
@@ -199,7 +219,8 @@ class Served:
         if self.health is not Health.SERVING:
             await self._on_lost()
 
-    def _ended(self) -> None:
+    def _ended(self, request: OpenRequest) -> None:
+        del self._open[request]
         self.metrics.open_requests -= 1
         if self.metrics.open_requests == 0:
             self._idle.set()
@@ -215,7 +236,7 @@ class OpenRequest:
         metrics: Metrics,
         clock: Callable[[], float],
         on_given_up: Callable[[], Awaitable[None]],
-        on_end: Callable[[], None],
+        on_end: Callable[[OpenRequest], None],
     ) -> None:
         self._answer = answer
         self._deltas = aiter(answer)
@@ -224,10 +245,16 @@ class OpenRequest:
         self._on_given_up = on_given_up
         self._on_end = on_end
         self._started = self._last = clock()
-        self._first = True
+        self.answering = False
+        """Whether the first token is here."""
         self._outcome = "cancelled"
         self._open = True
         self.prompt_tokens = prompt_tokens
+
+    @property
+    def started(self) -> bool:
+        """Whether the engine core has begun with the prompt."""
+        return self._answer.started
 
     @property
     def prompt_logprobs(self) -> Sequence[TokenLogprob]:
@@ -272,7 +299,8 @@ class OpenRequest:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """End the request wherever it is; the engine core stops working on it. Idempotent."""
+        """End the request wherever it is; the engine core stops working on it. Idempotent, from any task: a reader
+        elsewhere gets CANCELLED."""
         if not self._open:
             return
         self._open = False
@@ -284,7 +312,7 @@ class OpenRequest:
                 self._metrics.cached_tokens += self._answer.usage.cached_tokens
             self._metrics.count_outcome(self._outcome)
             self._metrics.duration.observe(self._clock() - self._started)
-            self._on_end()
+            self._on_end(self)
 
     def _measure(self, deltas: list[Delta]) -> None:
         tokens = 0
@@ -295,8 +323,8 @@ class OpenRequest:
         if not tokens:
             return
         now = self._clock()
-        if self._first:
-            self._first = False
+        if not self.answering:
+            self.answering = True
             self._metrics.ttft.observe(now - self._started)
         else:
             self._metrics.gap.observe(now - self._last)

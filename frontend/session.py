@@ -217,6 +217,7 @@ class Session:
         for number, tokens in zip(numbers, cached.tolist(), strict=True):
             sequence = self._sequences.get(number)
             if sequence is not None and sequence.index == 0:
+                sequence.stream.started = True
                 sequence.stream.cached_tokens = tokens
 
     def _spread(self, numbers: list[int], output: pb.StepOutput) -> None:

@@ -69,6 +69,7 @@ class RequestStream:
         "prompt_logprobs",
         "ready",
         "sequences",
+        "started",
         "unread_limit",
     )
 
@@ -79,6 +80,8 @@ class RequestStream:
         self.ready: list[Sequence] = []
         """Sequences with something unread, in order of arrival; the reader empties it."""
         self.accepted = False
+        self.started = False
+        """The engine core has begun with the prompt."""
         self.cached_tokens = 0
         self.prompt_logprobs: list[pb.PromptLogprobs] = []
         """Unread stretches."""

@@ -1,24 +1,21 @@
 """The text gRPC service: greenlane.text.v1 over the same requests as the HTTP API.
 
-Owns the mapping of its messages and, in one place, of errors to gRPC status. Sends nothing, not even initial
+Owns the mapping of its messages. Sends nothing, not even initial
 metadata, before the engine core has accepted the request. A cancelled or expired call leaves its request's context,
 which ends it in the engine core.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from greenlane.text.v1 import text_pb2, text_pb2_grpc
 
-from frontend.api_errors import STATUS_DETAILS_KEY, grpc_details, grpc_status, unexpected, where
+from frontend.grpc_call import MAX_LABEL_CHARS, deadline_s, with_status
 from frontend.openai_fields import decode_object, invalid
 from frontend.openai_types import MAX_N, MAX_SALT_BYTES
 from frontend.request import (
-    ApiError,
     ChatPrompt,
     Delta,
     Sampling,
@@ -28,33 +25,7 @@ from frontend.request import (
 )
 from frontend.serving import Served
 
-logger = logging.getLogger(__name__)
-
 SERVICE = text_pb2.DESCRIPTOR.services_by_name["Text"].full_name
-MAX_LABEL_CHARS = 64
-MIN_DEADLINE_S = 0.001
-FAR_S = 1e8
-"""Deadlines this many seconds away are none."""
-
-Method = Callable[["TextService", Any, Any], Awaitable[Any]]
-
-
-def with_status(method: Method) -> Method:
-    """The method with whatever it raises turned into the call's status."""
-
-    @functools.wraps(method)
-    async def call(service: TextService, request: Any, context: Any) -> Any:
-        try:
-            return await method(service, request, context)
-        except ApiError as error:
-            failed = error
-        except Exception as error:  # whatever it is, the client gets a status and the server lives
-            logger.error("%s failed: %s", method.__qualname__, where(error))
-            failed = unexpected(error)
-        details = ((STATUS_DETAILS_KEY, grpc_details(failed)),)
-        return await context.abort(grpc_status(failed), failed.message, trailing_metadata=details)
-
-    return call
 
 
 class TextService(text_pb2_grpc.TextServicer):
@@ -70,7 +41,7 @@ class TextService(text_pb2_grpc.TextServicer):
         request_id = request.request_id[:MAX_LABEL_CHARS] or self._new_id()
         sampling = _sampling(request.sampling)
         ids, echo = await self._prompt(request)
-        asked = _text_request(request, request_id, ids, sampling, context.time_remaining())
+        asked = _text_request(request, request_id, ids, sampling, deadline_s(context))
         async with self._served.start(asked) as answer:
             await answer.accepted()
             echoed: set[int] = set()
@@ -170,7 +141,7 @@ def _text_request(
     request_id: str,
     ids: list[int],
     sampling: Sampling,
-    remaining_s: float | None,
+    deadline: float | None,
 ) -> TextRequest:
     salt = _given(request, "cache_salt")
     if salt is not None and len(salt.encode()) > MAX_SALT_BYTES:
@@ -183,7 +154,7 @@ def _text_request(
         skip_special_tokens=not request.HasField("skip_special_tokens") or request.skip_special_tokens,
         priority=request.priority,
         cache_salt=salt,
-        deadline_s=None if remaining_s is None or remaining_s > FAR_S else max(MIN_DEADLINE_S, remaining_s),
+        deadline_s=deadline,
         label=request_id,
     )
 

@@ -208,4 +208,12 @@ def api_error(error: pb.Error) -> ApiError:
         error.message or "the engine core gave no reason",
         error.parameter if error.HasField("parameter") else None,
         error.retry_after_s if error.HasField("retry_after_s") else None,
+        _reason(error.reject_reason) if error.HasField("reject_reason") else None,
     )
+
+
+def _reason(number: int) -> str | None:
+    """A refusal's name for programs; None for one that this frontend doesn't know yet."""
+    if number not in pb.RejectReason.values():
+        return None
+    return pb.RejectReason.Name(number).removeprefix("REJECT_REASON_")

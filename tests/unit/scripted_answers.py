@@ -53,6 +53,7 @@ class ScriptedAnswer:
         self.request = request
         self.prompt_logprobs: list[TokenLogprob] | None = script.prompt_logprobs
         self.usage = Usage(prompt_tokens=len(request.prompt_ids))
+        self.started = False
         self.asked = False
         self.closed = 0
         self._script = script
@@ -129,6 +130,9 @@ class QuietEngine:
         if self.failure is not None:
             raise self.failure
         return self.stats
+
+    async def flush_cache(self) -> int:
+        raise NotImplementedError
 
 
 class Site:

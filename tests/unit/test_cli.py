@@ -58,6 +58,7 @@ def test_every_process_accepts_what_serve_hands_it(tmp_path: Path) -> None:
     values |= {"ssl_keyfile": str(served.key), "ssl_certfile": str(served.cert), "ssl_ca_certs": str(served.ca)}
     values |= {"api_key_file": str(key_file(tmp_path, "one"))}
     values |= {"insecure_listen": True}
+    values |= {"vllm_grpc_port": "50052"}
     unset = {flag.key for flag in FLAGS} - values.keys()
     assert unset == {"engine_address", "decode_sms", "itl_target_ms"}
     plan = make_plan(values, tmp_path)

@@ -11,16 +11,17 @@ import grpc
 import grpc.aio
 import pytest
 import pytest_asyncio
-from google.rpc import error_details_pb2, status_pb2
 from greenlane.text.v1 import text_pb2 as pb
 from greenlane.text.v1 import text_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
 
 from frontend import listeners
 from frontend.config import ConfigError
 from frontend.health import HealthService
 from frontend.request import ApiError, Code, Delta, Sampling, TokenLogprob, TopLogprob
 from frontend.text_service import SERVICE, TextService
+from tests.unit.rich_errors import named_field, reason, retry_ms
 from tests.unit.scripted_answers import HANG_GUARD_S, Site, gated, until, words
 
 CANARY = "the-canary-sang-at-dawn"
@@ -183,29 +184,17 @@ async def test_refused_here(front: Front, fields: dict[str, Any], code: Code, pa
     assert front.site.script.answers == []
 
 
-def named_field(error: grpc.aio.AioRpcError) -> str | None:
-    """The field that the status's details blame."""
-    for detail in details(error).details:
-        request = error_details_pb2.BadRequest()
-        if detail.Unpack(request):
-            return str(request.field_violations[0].field)
-    return None
-
-
-def details(error: grpc.aio.AioRpcError) -> status_pb2.Status:
-    trailers: Any = error.trailing_metadata()
-    return status_pb2.Status.FromString(dict(trailers)["grpc-status-details-bin"])
-
-
 async def test_refused_by_the_engine(front: Front) -> None:
     """Red if a refusal loses its code, text or time to wait, or initial metadata is sent before it."""
-    front.site.script.refusal = ApiError(Code.RESOURCE_EXHAUSTED, "the queue is full", retry_after_s=1.5)
+    front.site.script.refusal = ApiError(
+        Code.RESOURCE_EXHAUSTED, "the queue is full", retry_after_s=1.5, reason="QUEUE_FULL"
+    )
     call = front.generate(prompt="x")
     error = await failed(call)
     assert (error.code(), error.details()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full")
-    info = error_details_pb2.RetryInfo()
-    assert details(error).details[0].Unpack(info)
-    assert info.retry_delay.ToMilliseconds() == 1500
+    assert (reason(error), retry_ms(error), named_field(error)) == ("QUEUE_FULL", 1500, None)
+    status = await rpc_status.aio.from_call(call)  # as the library that clients use reads it
+    assert (status.code, len(status.details)) == (Code.RESOURCE_EXHAUSTED, 2)
     assert front.site.script.answers[0].closed == 1
 
 

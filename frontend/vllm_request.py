@@ -1,0 +1,91 @@
+"""vllm.grpc.engine requests as text requests.
+
+Owns what that contract's zeros mean (unset, in fields without presence) and the refusal, by name, of what isn't served.
+Ranges are the engine core's to check.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from frontend.grpc_call import MAX_LABEL_CHARS
+from frontend.openai_fields import invalid
+from frontend.request import Sampling, TextRequest
+from frontend.tokenizer import Tokenizer
+
+UNSERVED = ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "media_refs")
+SEEDS = 1 << 64
+"""A seed is taken modulo this: the contract allows negative ones."""
+
+
+async def prompt_ids(tokenizer: Tokenizer, request: Any) -> list[int]:
+    """The prompt of a GenerateRequest. Raises ApiError (INVALID_ARGUMENT) for none, and for inputs not served."""
+    for name in UNSERVED:
+        if request.HasField(name):
+            raise invalid(f"{name} is not served here", name)
+    if request.extra_mm_inputs:
+        raise invalid("extra_mm_inputs is not served here", "extra_mm_inputs")
+    if request.data_parallel_rank:
+        raise invalid(f"data_parallel_rank is {request.data_parallel_rank}; there is only rank 0", "data_parallel_rank")
+    match request.WhichOneof("input"):
+        case "tokenized":
+            return list(request.tokenized.input_ids)
+        case "text":
+            return await tokenizer.encode(request.text)
+    raise invalid("input is missing: set tokenized or text", "input")
+
+
+def text_request(request: Any, ids: list[int], deadline: float | None) -> TextRequest:
+    """What to ask of the engine core. `spaces_between_special_tokens` changes text alone, of which none is sent, and
+    `skip_special_tokens` only where stop strings are found. Raises ApiError (INVALID_ARGUMENT)."""
+    params = request.sampling_params
+    check_constraint(params)
+    if params.HasField("truncate_prompt_tokens"):
+        raise invalid(
+            "truncate_prompt_tokens is not served; cut the prompt before sending it", "truncate_prompt_tokens"
+        )
+    return TextRequest(
+        prompt_ids=ids,
+        sampling=_sampling(params),
+        stop=tuple(params.stop),
+        include_stop=params.include_stop_str_in_output,
+        skip_special_tokens=params.skip_special_tokens,
+        deadline_s=deadline,
+        label=request.request_id[:MAX_LABEL_CHARS],
+    )
+
+
+def check_constraint(params: Any) -> None:
+    """The one place that reads a constraint on the output. Raises ApiError (INVALID_ARGUMENT) naming its kind: no kind
+    is served yet."""
+    kind = params.WhichOneof("constraint")
+    if kind is None or (kind == "json_object" and not params.json_object):
+        return
+    raise invalid(f"{kind} constrains the output, which this version doesn't serve", kind)
+
+
+def _sampling(params: Any) -> Sampling:
+    seed = _present(params, "seed")
+    return Sampling(
+        temperature=_present(params, "temperature"),
+        top_p=params.top_p or None,
+        top_k=params.top_k or None,
+        min_p=params.min_p or None,
+        seed=None if seed is None else seed % SEEDS,
+        repetition_penalty=params.repetition_penalty or None,
+        presence_penalty=params.presence_penalty or None,
+        frequency_penalty=params.frequency_penalty or None,
+        logit_bias=dict(params.logit_bias),
+        max_tokens=_present(params, "max_tokens"),
+        min_tokens=params.min_tokens or None,
+        stop_token_ids=tuple(params.stop_token_ids),
+        ignore_eos=params.ignore_eos or None,
+        n=params.n or None,
+        logprobs=_present(params, "logprobs"),
+        prompt_logprobs=_present(params, "prompt_logprobs"),
+    )
+
+
+def _present(params: Any, name: str) -> Any:
+    """A field with presence, None where it is absent."""
+    return getattr(params, name) if params.HasField(name) else None
