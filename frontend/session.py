@@ -105,6 +105,7 @@ class Session:
                 f"{len(self._sequences)} sequences are open and {count} more exceed the {most} that the server runs "
                 "and queues at once; retry later",
                 retry_after_s=1.0,
+                reason="QUEUE_FULL",
             )
 
     def abort(self, stream: RequestStream) -> None:

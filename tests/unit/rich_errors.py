@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -14,9 +14,9 @@ Detail = TypeVar("Detail", bound=Message)
 
 def detail(error: grpc.aio.AioRpcError, kind: type[Detail]) -> Detail | None:
     """The status's detail of that kind, None if it has none."""
-    trailers = dict(error.trailing_metadata() or ())
+    trailers: Any = error.trailing_metadata()
     found = kind()
-    for each in status_pb2.Status.FromString(trailers["grpc-status-details-bin"]).details:
+    for each in status_pb2.Status.FromString(dict(trailers)["grpc-status-details-bin"]).details:
         if each.Unpack(found):
             return found
     return None

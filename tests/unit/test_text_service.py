@@ -193,7 +193,7 @@ async def test_refused_by_the_engine(front: Front) -> None:
     error = await failed(call)
     assert (error.code(), error.details()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full")
     assert (reason(error), retry_ms(error), named_field(error)) == ("QUEUE_FULL", 1500, None)
-    status = await rpc_status.aio.from_call(call)  # as the library that clients use reads it
+    status = await rpc_status.aio.from_call(call)  # type: ignore[attr-defined]  # as the clients' library reads it
     assert (status.code, len(status.details)) == (Code.RESOURCE_EXHAUSTED, 2)
     assert front.site.script.answers[0].closed == 1
 
