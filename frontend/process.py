@@ -16,6 +16,7 @@ import signal
 import time
 import uuid
 from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass
 from importlib.metadata import version
 
 import grpc.aio
@@ -55,16 +56,32 @@ def run(
     """
     try:
         guards = Guards.load(config)
-        folder = resolve(config.model)
-        tokenizer = Tokenizer.load(folder)
-        template = _template(str(folder), tokenizer)
-        files = None if config.vllm_grpc_port is None else ModelFiles.load(folder)
+        model = Model.load(config)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            serving = _serve(config, guards, tokenizer, template, files, ready_fd, engine_restarts=engine_restarts)
+            serving = _serve(config, guards, model, ready_fd, engine_restarts=engine_restarts)
             return runner.run(_live(serving, alive_fd))
     except ConfigError as error:
         os.write(2, f"error: {error}\n".encode())
         return 2
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What a frontend needs of a model folder."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    """None: the model can't chat."""
+    files: ModelFiles | None
+    """None: no VllmEngine is served."""
+
+    @classmethod
+    def load(cls, config: FrontendConfig) -> Model:
+        """Raises ConfigError for a folder that can't be served."""
+        folder = resolve(config.model)
+        tokenizer = Tokenizer.load(folder)
+        files = None if config.vllm_grpc_port is None else ModelFiles.load(folder)
+        return cls(tokenizer, _template(str(folder), tokenizer), files)
 
 
 async def _live(serving: Awaitable[int], alive_fd: int | None) -> int:
@@ -103,14 +120,7 @@ class Signals:
 
 
 async def _serve(
-    config: FrontendConfig,
-    guards: Guards,
-    tokenizer: Tokenizer,
-    template: ChatTemplate | None,
-    files: ModelFiles | None,
-    ready_fd: int | None,
-    *,
-    engine_restarts: bool,
+    config: FrontendConfig, guards: Guards, model: Model, ready_fd: int | None, *, engine_restarts: bool
 ) -> int:
     signals = Signals()
     client = EngineClient(
@@ -119,13 +129,13 @@ async def _serve(
         connect=guards.connect,
         metadata=guards.engine_metadata,
     )
-    health = HealthService(SERVICE, *(() if files is None else (VLLM_SERVICE,)))
+    health = HealthService(SERVICE, *(() if model.files is None else (VLLM_SERVICE,)))
     served = Served(
         names=config.served_model_name or (config.model,),
-        tokenizer=tokenizer,
-        template=template,
+        tokenizer=model.tokenizer,
+        template=model.template,
         engine=client,
-        start=functools.partial(generate, client, tokenizer),
+        start=functools.partial(generate, client, model.tokenizer),
         on_lost=functools.partial(health.tell, False),
         metrics=Metrics(),
         clock=time.monotonic,
@@ -135,7 +145,7 @@ async def _serve(
     client.on_state(lambda _: health.tell(served.health is Health.SERVING))
     listener = listeners.bind(config.host, config.port)
     http = listeners.HttpListener(_application(served, config, guards), listener, guards.http_tls)
-    servers = _grpc_servers(config, guards, served, health, files)
+    servers = _grpc_servers(config, guards, served, health, model.files)
     addresses = {kind: address for kind, (_, address) in servers.items()}
     for server, _ in servers.values():
         await server.start()
@@ -143,7 +153,7 @@ async def _serve(
     await client.start()
     try:
         if await _first(client.serving(), signals.stop.wait(), asyncio.wait((http_task,))) == 0:
-            _check_vocabulary(client, tokenizer)
+            _check_vocabulary(client, model.tokenizer)
             http_address = listeners.http_address(listener, tls=guards.http_tls is not None)
             _announce(ready_fd, {"http": http_address, **addresses})
             await _first(signals.stop.wait(), asyncio.wait((http_task,)))
