@@ -136,8 +136,8 @@ def time_attention(cache: Path) -> Iterable[Row]:
             "FlashInfer us": (peer := _flashinfer_us(context, length)),
             "FlashInfer TB/s": size / peer / 1e6,
             **{
-                f"{warps}w {blocks}b us": _attention_us(context, kernels, Cut(warps, blocks))
-                for warps, blocks in ((2, 3), (4, 2), (8, 1))
+                f"{cut.warps}w {cut.blocks_per_sm}b {cut.stages}s us": _attention_us(context, kernels, cut)
+                for cut in (Cut(2, 3), Cut(2, 4), Cut(2, 3, 4), Cut(4, 2), Cut(4, 2, 2), Cut(8, 1), Cut(8, 1, 2))
             },
         }
 

@@ -43,6 +43,10 @@ constexpr float LOG2_E = 1.4426950408889634f;
 
 // ------------------------------ fibers
 
+namespace emulation {
+inline void forget_copies();
+}
+
 struct Index {
   u32 x = 0, y = 0, z = 0;
 };
@@ -107,6 +111,7 @@ void run_block(int threads, F&& body) {
   fibers.resize(threads);
   warps.assign((threads + 31) / 32, Warp{});
   block_barrier = {};
+  forget_copies();
   block_threads = threads;
   for (int i = 0; i < threads; ++i) {
     Fiber& fiber = fibers[i];
@@ -245,7 +250,33 @@ inline Words load_words(const void* p) {
   return r;
 }
 inline Words load_weights(const void* p) { return load_words(p); }
-inline Words load_once(const void* p) { return load_words(p); }
+
+// Copies happen when they are waited for and not before: who reads too early reads what was there.
+namespace emulation {
+struct Copy {
+  Words* to;
+  const void* from;
+};
+inline std::vector<std::vector<std::vector<Copy>>> copies;  // by thread, by group, the newest last and open
+inline std::vector<std::vector<Copy>>& groups() {
+  if (copies.size() < fibers.size()) copies.resize(fibers.size());
+  auto& mine = copies[current];
+  if (mine.empty()) mine.emplace_back();
+  return mine;
+}
+inline void forget_copies() { copies.clear(); }
+}  // namespace emulation
+
+inline void copy_async(Words* to, const void* from) { emulation::groups().back().push_back({to, from}); }
+inline void commit_copies() { emulation::groups().emplace_back(); }
+template <int N>
+void wait_for_copies() {
+  auto& groups = emulation::groups();
+  while (groups.size() > N + 1) {
+    for (const auto& copy : groups.front()) std::memcpy(copy.to, copy.from, sizeof(Words));
+    groups.erase(groups.begin());
+  }
+}
 
 template <class T>
 T* shared_memory() {

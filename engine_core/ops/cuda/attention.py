@@ -27,6 +27,11 @@ class Cut:
 
     warps: int
     blocks_per_sm: int
+    stages: int = 3
+    """Pages of a warp's ring in shared memory."""
+
+    def shared_bytes(self, head_dim: int) -> int:
+        return self.warps * self.stages * PAGE * 2 * head_dim * 2
 
 
 CUTS = (Cut(4, 2), Cut(8, 1), Cut(2, 3))
@@ -38,6 +43,12 @@ def choose_cut(rows: int, kv_heads: int, sms: int) -> Cut:
     if blocks <= 0.25 or blocks > 6:
         return CUTS[0]
     return CUTS[1] if blocks <= 1 else CUTS[2]
+
+
+def _kernel(heads: Heads, cut: Cut) -> Kernel:
+    shape = (("HEAD_DIM", heads.head_dim), ("GROUP", heads.query // heads.kv))
+    parameters = (*shape, ("WARPS", cut.warps), ("STAGES", cut.stages))
+    return Kernel(SOURCE, "decode_attention", parameters, cut.shared_bytes(heads.head_dim))
 
 
 class DecodeAttention:
@@ -66,10 +77,10 @@ class DecodeAttention:
         self._partial_weight = torch.empty(capacity, heads.query, 2, dtype=torch.float32, device=device)
         self._arrivals = torch.zeros(max_rows, heads.kv, dtype=torch.int32, device=device)
         shape = (("HEAD_DIM", heads.head_dim), ("GROUP", group))
-        self._plan = kernels.load(Kernel(SOURCE, "plan_splits", (*shape, ("WARPS", cuts[0].warps))))
-        self._attend = {
-            cut: kernels.load(Kernel(SOURCE, "decode_attention", (*shape, ("WARPS", cut.warps)))) for cut in cuts
-        }
+        self._plan = kernels.load(
+            Kernel(SOURCE, "plan_splits", (*shape, ("WARPS", cuts[0].warps), ("STAGES", cuts[0].stages)))
+        )
+        self._attend = {cut: kernels.load(_kernel(heads, cut)) for cut in cuts}
 
     @property
     def workspace_bytes(self) -> int:
@@ -120,6 +131,7 @@ class DecodeAttention:
                 ctypes.c_int32(page_table.shape[1]),
                 ctypes.c_float(scale * 1.4426950408889634),
             ],
+            cut.shared_bytes(heads.head_dim),
         )
 
     def _cut(self, rows: int) -> tuple[Cut, int]:

@@ -4,14 +4,17 @@
 // Nothing here depends on lengths that the host knows: plan_splits cuts each row's pages into items once a step, and the
 // grid of decode_attention holds as many blocks as there can be items; those beyond the count leave at once.
 //
-// A warp takes one page at a time, straight from memory into tensor-core fragments. With lane = 4 g + t and P the page's
-// tokens: scores are Q (rows: query heads of the group) times K^T (columns: tokens), and the transposed output is V^T
-// times P^T, so that the scores' layout is already that of the second product's operand.
+// A warp takes one page at a time, through a ring of STAGES pages in shared memory: bytes in flight, not registers, bound
+// the pace on a share of the SMs and beside other work. Each lane copies what it will itself turn into tensor-core
+// fragments, so that no lane waits for another. With lane = 4 g + t and P the page's tokens: scores are Q (rows: query
+// heads of the group) times K^T (columns: tokens), and the transposed output is V^T times P^T, so that the scores' layout
+// is already that of the second product's operand.
 //
 // Compile-time parameters (-D):
 //   HEAD_DIM   64 or 128
 //   GROUP      query heads per kv head, 1 to 8
 //   WARPS      warps of an attention block
+//   STAGES     pages of a warp's ring, 2 or more
 #include "device.cuh"
 
 constexpr int PAGE = 16;  // tokens
@@ -86,29 +89,46 @@ extern "C" __global__ void __launch_bounds__(32)
   if (lane == 0) *count = place;
 }
 
-struct Page {
-  Words keys[2][CHUNKS];      // tokens g and g + 8, dimensions 32 chunk + 8t ..
-  Words values[4][HALVES];    // tokens 2t, 2t+1, 2t+8, 2t+9, dimensions 64 half + 8g ..
+struct Keys {
+  Words of[2][CHUNKS];  // tokens g and g + 8, dimensions 32 chunk + 8t ..
+};
+struct Values {
+  Words of[4][HALVES];  // tokens 2t, 2t+1, 2t+8, 2t+9, dimensions 64 half + 8g ..
 };
 
-__device__ inline void request_keys(Page& page, const u16* base, u64 stride, int group, int part) {
+// A lane's pieces of 16 bytes lie 32 apart, so that a warp's accesses meet no bank conflict.
+constexpr int KEY_PIECES = 2 * CHUNKS, VALUE_PIECES = 4 * HALVES;
+constexpr int STAGE_WORDS = 32 * (KEY_PIECES + VALUE_PIECES);
+
+// One group of copies: the keys and values of the page at `base`, into the lane's places of a stage.
+__device__ inline void request(Words* stage, const u16* base, u64 stride, int group, int part) {
 #pragma unroll
   for (int upper = 0; upper < 2; ++upper) {
 #pragma unroll
     for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-      page.keys[upper][chunk] = load_once(base + (group + 8 * upper) * stride + 32 * chunk + 8 * part);
+      copy_async(stage + 32 * (upper * CHUNKS + chunk), base + (group + 8 * upper) * stride + 32 * chunk + 8 * part);
     }
   }
-}
-
-__device__ inline void request_values(Page& page, const u16* base, u64 stride, int group, int part) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int token = 2 * part + i % 2 + 8 * (i / 2);
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) {
-      page.values[i][half] = load_once(base + (PAGE + token) * stride + 64 * half + 8 * group);
+      copy_async(stage + 32 * (KEY_PIECES + i * HALVES + half),
+                 base + (PAGE + token) * stride + 64 * half + 8 * group);
     }
+  }
+}
+
+__device__ inline void take(Keys& keys, const Words* stage) {
+#pragma unroll
+  for (int piece = 0; piece < KEY_PIECES; ++piece) keys.of[piece / CHUNKS][piece % CHUNKS] = stage[32 * piece];
+}
+
+__device__ inline void take(Values& values, const Words* stage) {
+#pragma unroll
+  for (int piece = 0; piece < VALUE_PIECES; ++piece) {
+    values.of[piece / HALVES][piece % HALVES] = stage[32 * (KEY_PIECES + piece)];
   }
 }
 
@@ -142,14 +162,14 @@ struct Query {
 };
 
 // Scores of query g for tokens 2t, 2t+1, 2t+8, 2t+9, scaled to base-2 exponents; -inf beyond the context.
-__device__ inline void score(const Query& query, const Page& page, float scale, int part, int tokens, float (&s)[4]) {
+__device__ inline void score(const Query& query, const Keys& keys, float scale, int part, int tokens, float (&s)[4]) {
   float lower[4] = {}, upper[4] = {};
 #pragma unroll
   for (int chunk = 0; chunk < CHUNKS; ++chunk) {
     const Words& q = query.rows[chunk];
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
-      const Words &k = page.keys[0][chunk], &l = page.keys[1][chunk];
+      const Words &k = keys.of[0][chunk], &l = keys.of[1][chunk];
       multiply_accumulate(lower, q.w[i], 0, q.w[i + 1], 0, k.w[i], k.w[i + 1]);
       multiply_accumulate(upper, q.w[i], 0, q.w[i + 1], 0, l.w[i], l.w[i + 1]);
     }
@@ -172,14 +192,14 @@ __device__ inline void weigh(Running& running, float (&s)[4], int part) {
   }
 }
 
-__device__ inline void accumulate(Running& running, const Page& page, const float (&s)[4]) {
+__device__ inline void accumulate(Running& running, const Values& values, const float (&s)[4]) {
   const u32 early = pack(s[0], s[1]), late = pack(s[2], s[3]);
 #pragma unroll
   for (int half = 0; half < HALVES; ++half) {
 #pragma unroll
     for (int tile = 0; tile < 4; ++tile) {
-      const u32 v0 = page.values[0][half].w[tile], v1 = page.values[1][half].w[tile];
-      const u32 v2 = page.values[2][half].w[tile], v3 = page.values[3][half].w[tile];
+      const u32 v0 = values.of[0][half].w[tile], v1 = values.of[1][half].w[tile];
+      const u32 v2 = values.of[2][half].w[tile], v3 = values.of[3][half].w[tile];
       multiply_accumulate(running.output[half][tile], low_halves(v0, v1), high_halves(v0, v1), low_halves(v2, v3),
                           high_halves(v2, v3), early, late);
     }
@@ -187,12 +207,12 @@ __device__ inline void accumulate(Running& running, const Page& page, const floa
 }
 
 // What lies beyond the context in the last page may be anything, NaN too, and 0 * NaN is NaN.
-__device__ inline void blank(Page& page, int part, int tokens) {
+__device__ inline void blank(Values& values, int part, int tokens) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     if (2 * part + i % 2 + 8 * (i / 2) < tokens) continue;
 #pragma unroll
-    for (int half = 0; half < HALVES; ++half) page.values[i][half] = Words{{0, 0, 0, 0}};
+    for (int half = 0; half < HALVES; ++half) values.of[i][half] = Words{{0, 0, 0, 0}};
   }
 }
 
@@ -314,6 +334,7 @@ __device__ inline void merge_items(Meeting& meeting, const Partials& partials, u
 //   q: bf16, row r's heads at q + r * q_stride; out: bf16 [rows, kv_heads * GROUP, HEAD_DIM]
 //   kv: bf16 [pages, 2, PAGE, kv_heads, HEAD_DIM]; page_table: int32 [slots, table_width]
 //   arrivals: u32 [rows, kv_heads], zero before the first launch and after each
+//   dynamic shared memory: WARPS * STAGES * PAGE * 2 * HEAD_DIM * 2 bytes
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     decode_attention(const u16* q, const u16* kv, const int* slots, const int* positions, const int* page_table,
                      const Item* items, const int* count, u16* out, float* partial_output, Pair* partial_weight,
@@ -328,22 +349,29 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
   const int* const table = page_table + static_cast<u64>(exists ? slots[item.row] : 0) * table_width + item.first_page;
   const int length = positions[item.row] + 1 - item.first_page * PAGE;  // of the context, from the item's first page on
   const u16* const head = kv + kv_head * HEAD_DIM;
-  const u16* next = head + (warp < item.pages ? table[warp] : 0) * (2 * PAGE * stride);
+  Words* const ring = shared_memory<Words>() + warp * (STAGES * STAGE_WORDS) + lane;
+  const int turns = (item.pages - warp + WARPS - 1) / WARPS;  // pages of this warp
 
-  // A warp's first page was written by earlier steps, unless the newest token is in it.
-  Page page;
-  const bool is_old = warp < item.pages && length > (warp + 1) * PAGE;
-  if (is_old) {
-    request_keys(page, next, stride, group, part);
-    request_values(page, next, stride, group, part);
+  // Every turn commits one group of copies, empty where there is no page. Pages were written by earlier steps, save the
+  // one with the newest token, the row's last.
+  int entry = 0;  // of the page table, for the page that is requested next
+  const auto look_up = [&](int turn) { return turn < turns ? table[warp + turn * WARPS] : 0; };
+  const auto request_turn = [&](int turn) {
+    if (turn < turns) {
+      request(ring + turn % STAGES * STAGE_WORDS, head + entry * (2 * PAGE * stride), stride, group, part);
+    }
+    commit_copies();
+    entry = look_up(turn + 1);
+  };
+  entry = look_up(0);
+  int requested = 0;
+  while (requested < STAGES - 1 && requested < turns && length > (warp + requested * WARPS + 1) * PAGE) {
+    request_turn(requested++);
   }
   wait_for_previous();
   allow_next();
   if (!exists) return;
-  if (!is_old && warp < item.pages) {
-    request_keys(page, next, stride, group, part);
-    request_values(page, next, stride, group, part);
-  }
+  while (requested < STAGES - 1) request_turn(requested++);
   Running running;
   Query query;
   const u16* const queries = q + static_cast<u64>(item.row) * q_stride + (kv_head * GROUP + group) * HEAD_DIM;
@@ -351,19 +379,20 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
   for (int chunk = 0; chunk < CHUNKS; ++chunk) {
     query.rows[chunk] = group < GROUP ? load_words(queries + 32 * chunk + 8 * part) : Words{{0, 0, 0, 0}};
   }
-  int following = warp + WARPS < item.pages ? table[warp + WARPS] : 0;
-  for (int index = warp; index < item.pages; index += WARPS) {
-    const int tokens = length - index * PAGE;
-    const bool more = index + WARPS < item.pages;
+  for (int turn = 0; turn < turns; ++turn) {
+    const int tokens = length - (warp + turn * WARPS) * PAGE;
+    const Words* const stage = ring + turn % STAGES * STAGE_WORDS;
+    request_turn(requested++);
+    wait_for_copies<STAGES - 1>();
+    Keys keys;
+    take(keys, stage);
     float s[4];
-    score(query, page, scale, part, tokens, s);
-    next = head + following * (2 * PAGE * stride);
-    if (index + 2 * WARPS < item.pages) following = table[index + 2 * WARPS];
-    if (more) request_keys(page, next, stride, group, part);
+    score(query, keys, scale, part, tokens, s);
     weigh(running, s, part);
-    if (tokens < PAGE) blank(page, part, tokens);
-    accumulate(running, page, s);
-    if (more) request_values(page, next, stride, group, part);
+    Values values;
+    take(values, stage);
+    if (tokens < PAGE) blank(values, part, tokens);
+    accumulate(running, values, s);
   }
   leave(meeting, running, warp, group, part);
   __syncthreads();

@@ -46,15 +46,6 @@ __device__ inline Words load_weights(const void* p) {
                : "l"(p));
   return r;
 }
-// KV pages: read once a launch, written by earlier kernels.
-__device__ inline Words load_once(const void* p) {
-  Words r;
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r.w[0]), "=r"(r.w[1]), "=r"(r.w[2]), "=r"(r.w[3])
-               : "l"(p)
-               : "memory");
-  return r;
-}
 // Activations: written by earlier kernels, read by several warps.
 __device__ inline Words load_words(const void* p) {
   Words r;
@@ -63,6 +54,20 @@ __device__ inline Words load_words(const void* p) {
                : "l"(p)
                : "memory");
   return r;
+}
+
+// 16 bytes to shared memory, not waited for. What a thread has copied becomes readable to that thread alone by
+// wait_for_copies<N>(), which leaves the N groups committed last in flight.
+__device__ inline void copy_async(Words* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+               :
+               : "r"(static_cast<u32>(__cvta_generic_to_shared(to))), "l"(from)
+               : "memory");
+}
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N>
+__device__ inline void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
 // The block's dynamic shared memory.
