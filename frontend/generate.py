@@ -51,8 +51,10 @@ class Generation:
     """An answer as it comes. One reader: `accepted()` if wanted, then one iteration.
 
     Whoever may leave the iteration before its end uses `async with` or calls `aclose()`; cancellation and errors inside
-    it end the request by themselves. Iteration yields everything new at once, one Delta a token, the sequences of a
-    request interleaved. It raises ApiError when the request fails, after what came before was yielded.
+    it end the request by themselves. Iteration yields everything new at once, the sequences of a request interleaved:
+    a Delta a token where logprobs, a stop string or an end belong to one, else a Delta for all that a sequence had
+    unread, so that a reader that falls behind catches up. It raises ApiError when the request fails, after what came
+    before was yielded.
     """
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer, request: TextRequest) -> None:
@@ -221,7 +223,7 @@ class SequenceText:
             push = self._push
             if len(tokens) == 1:  # the usual case
                 return [Delta(index, push(tokens[0]), tokens)]
-            return [Delta(index, push(token), [token]) for token in tokens]
+            return [Delta(index, "".join([push(token) for token in tokens]), tokens)]
         deltas = self._deltas(index, tokens, finished)
         if self._wants_logprobs:
             if len(logprobs) != len(tokens):

@@ -74,19 +74,24 @@ class CompletionEvents:
         self._tokens = [0] * options.n if options.continuous_usage else None
         self._offsets = [0] * options.n
         self._started = [False] * options.n
-        self._plain = not (logprobs or options.return_token_ids or options.continuous_usage)
+        self._plain = not (logprobs or options.return_token_ids)
         self._before = [frame.open + b'{"index":%d,"text":' % (base + i) for i in range(options.n)]
-        self._after = b',"logprobs":null,"finish_reason":null,"stop_reason":null}' + frame.close
+        rest = b',"logprobs":null,"finish_reason":null,"stop_reason":null}'
+        self._after, self._before_usage = rest + frame.close, rest + b'],"usage":'
 
     def events(self, deltas: Sequence[Delta], echoed: Sequence[TokenLogprob] = ()) -> bytes:
         """Their events in one piece; `echoed` are the prompt's logprobs, read with a sequence's first delta."""
         parts: list[bytes] = []
         for delta in deltas:
             if self._plain and self._started[delta.index] and delta.finish_reason is None:
-                parts += (self._before[delta.index], _encode(delta.text), self._after)
+                parts += (self._before[delta.index], _encode(delta.text), self._ending(delta))
             else:
                 parts.append(self._full(delta, echoed))
         return b"".join(parts)
+
+    def _ending(self, delta: Delta) -> bytes:
+        usage = _counted(self._tokens, delta, self._prompt)
+        return self._after if usage is None else self._before_usage + _encode(usage) + b"}\n\n"
 
     def _full(self, delta: Delta, echoed: Sequence[TokenLogprob]) -> bytes:
         index, text, entries = delta.index, delta.text, delta.logprobs or ()

@@ -1,7 +1,7 @@
 """How many tokens a second come out of the front: `generate()` over a real session, then over HTTP.
 
 Starts the product with a fake device (a step of 0 ms), every process and this one pinned to the same two cores, and
-decodes ROWS sequences at once. First this process is the frontend: `EngineClient` and `generate()`, one delta a token.
+decodes ROWS sequences at once. First this process is the frontend: `EngineClient` and `generate()`.
 Then it is 256 streaming HTTP clients of the server's own frontend. Rates are those of the reference machine (see
 `scale.py`); `raw_` ones are this machine's. Prints a table, then one JSON line:
 
@@ -51,6 +51,7 @@ CORES = 2
 PROMPT_TOKENS = 16
 WARM_UP_TOKENS = 20
 POLL_S = 0.002
+COUNTED = b'"completion_tokens":'
 QUICK_S = 0.01
 """Looks at the engine core that took longer tell nothing."""
 FLAGS = ("--device=fake", "--load-format=dummy", f"--max-num-seqs={ROWS}")
@@ -144,25 +145,28 @@ async def generate_round(server: Serving, client: EngineClient, tokens: int) -> 
 
 
 class Arrivals:
-    """When how many events had come, over all streams."""
+    """When how many tokens had come, over all streams."""
 
     def __init__(self) -> None:
         self.total = 0
         self._times: list[float] = []
         self._totals: list[int] = []
 
-    def add(self, events: int) -> None:
-        self.total += events
+    def add(self, tokens: int) -> None:
+        self.total += tokens
         self._times.append(time.perf_counter())
         self._totals.append(self.total)
 
     def reached(self, total: int) -> float:
-        """When so many events had come."""
+        """When so many tokens had come."""
         return self._times[bisect.bisect_left(self._totals, total)]
 
 
 class EventStream(asyncio.Protocol):
-    """One streaming completion: counts events, keeps the end of the answer."""
+    """One streaming completion: counts events and tokens, keeps the end of the answer.
+
+    One event may hold several tokens: each says how many there are so far.
+    """
 
     def __init__(self, body: bytes, host: str, arrivals: Arrivals) -> None:
         self._request = (
@@ -172,6 +176,7 @@ class EventStream(asyncio.Protocol):
         self._arrivals = arrivals
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.events = 0
+        self.tokens = 0
         self.tail = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -181,19 +186,21 @@ class EventStream(asyncio.Protocol):
         # An event may be cut anywhere: count the first bytes of each that end in this piece.
         events = (self.tail[-5:] + data).count(b"data: ")
         self.events += events
-        self._arrivals.add(events)
         self.tail = (self.tail + data)[-4096:]
+        counted = self.tail.rfind(COUNTED)
+        end = self.tail.find(b",", counted)
+        if counted >= 0 and end >= 0:
+            tokens = int(self.tail[counted + len(COUNTED) : end])
+            self._arrivals.add(tokens - self.tokens)
+            self.tokens = tokens
 
     def connection_lost(self, error: Exception | None) -> None:
         self.done.set_result(None)
 
-    @property
-    def tokens(self) -> int:
-        """What the usage event says; raises if the answer isn't complete."""
-        usage = [line for line in self.tail.split(b"\n\n") if b'"completion_tokens"' in line]
-        if not usage or b"data: [DONE]" not in self.tail:
-            raise RuntimeError(f"an answer ended early: {self.tail[-300:]!r}")
-        return int(json.loads(usage[-1].split(b"data: ")[1].split(b"\r\n")[0])["usage"]["completion_tokens"])
+    def check(self, tokens: int) -> None:
+        """Raises RuntimeError unless the answer ended as it should, with so many tokens."""
+        if self.tokens != tokens or b"data: [DONE]" not in self.tail:
+            raise RuntimeError(f"an answer of {tokens} tokens ended after {self.tokens}: {self.tail[-300:]!r}")
 
 
 async def http_round(server: Serving, client: EngineClient, tokens: int) -> Sample:
@@ -213,7 +220,7 @@ async def http_round(server: Serving, client: EngineClient, tokens: int) -> Samp
                 "max_tokens": tokens,
                 "ignore_eos": True,
                 "stream": True,
-                "stream_options": {"include_usage": True},
+                "stream_options": {"include_usage": True, "continuous_usage_stats": True},
             }
         ).encode()
         make = functools.partial(EventStream, body, address.netloc, arrivals)
@@ -221,12 +228,11 @@ async def http_round(server: Serving, client: EngineClient, tokens: int) -> Samp
         streams.append(stream)
     await asyncio.gather(*(stream.done for stream in streams))
     ended = time.perf_counter()
-    total = sum(stream.tokens for stream in streams)
-    if total != ROWS * tokens:
-        raise RuntimeError(f"{total} tokens came, {ROWS * tokens} were asked for")
+    for stream in streams:
+        stream.check(tokens)
     events = sum(stream.events for stream in streams) - 2 * ROWS  # without each answer's usage and [DONE]
     cpu = time.process_time() - cpu
-    return Sample(total, events, ended - began, cpu, scale, tuple(await sampling))
+    return Sample(ROWS * tokens, events, ended - began, cpu, scale, tuple(await sampling))
 
 
 async def sample_ages(client: EngineClient, base: int, arrivals: Arrivals, wanted: int) -> list[float]:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -18,7 +19,16 @@ from frontend.engine_client import ClientState, EngineClient, open_channel
 from frontend.request import ApiError, Code, Sampling, TextRequest
 from frontend.session import Session
 from frontend.streams import RequestStream
-from tests.unit.scripted_engine import HANG_GUARD_S, ScriptedEngine, finish, info, listening, socket_folder, step_output
+from tests.unit.scripted_engine import (
+    HANG_GUARD_S,
+    ScriptedEngine,
+    ScriptedSession,
+    finish,
+    info,
+    listening,
+    socket_folder,
+    step_output,
+)
 
 CANARY = 4_095_007
 
@@ -389,6 +399,41 @@ async def test_an_unread_answer_is_bounded(client: EngineClient, engine: Scripte
     await session.send(tokens=[(1, 7)])
     assert (await failure(stream)).code is Code.RESOURCE_EXHAUSTED
     await session.until(lambda: sorted(session.aborts) == list(range(1, 129)))
+
+
+async def test_steps_wait_in_the_engine_core_while_nobody_reads(
+    folder: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red if steps pile up on the way to a frontend that is behind, where they can't merge any more."""
+    reading = asyncio.Event()
+    read = EngineClient._read
+
+    async def read_when_told(client: EngineClient, call: Any) -> pb.SessionResponse:
+        if client.state is ClientState.SERVING:
+            await reading.wait()
+        return await read(client, call)
+
+    monkeypatch.setattr(EngineClient, "_read", read_when_told)
+    client = EngineClient(f"unix:{folder / 'engine'}")
+    await client.start()
+    async with asyncio.timeout(HANG_GUARD_S):
+        await client.serving()
+    session = await engine.session()
+    await client.submit(TextRequest([1]))
+    await session.next_add()
+    sending = asyncio.create_task(_send_steps(session, 8))
+    await asyncio.wait([sending], timeout=1.0)
+    assert session.sent <= 2, "the first is on its way, the second waits to be written"
+    reading.set()
+    async with asyncio.timeout(HANG_GUARD_S):
+        await sending
+    await client.close()
+
+
+async def _send_steps(session: ScriptedSession, count: int) -> None:
+    """Steps of 256 rows."""
+    for _ in range(count):
+        await session.send(tokens=[(1, 7)] * 256)
 
 
 async def test_the_other_calls(client: EngineClient, engine: ScriptedEngine) -> None:

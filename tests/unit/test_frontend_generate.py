@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -42,9 +43,9 @@ class Bench:
         self.session = session
         self.tokenizer = tokenizer
 
-    async def begin(self, text: str = "Hello", **fields: object) -> Generation:
+    async def begin(self, text: str = "Hello", **fields: Any) -> Generation:
         """A generation whose request has reached the engine core; reads start with `read`."""
-        request = TextRequest(self.tokenizer.encode_inline(text), **fields)  # type: ignore[arg-type]
+        request = TextRequest(self.tokenizer.encode_inline(text), **fields)
         generation = generate(self.client, self.tokenizer, request)
         accepting = asyncio.create_task(generation.accepted())
         add = await self.session.next_add(len(self.session.adds) + 1)
@@ -94,8 +95,8 @@ async def settled(bench: Bench) -> list[int]:
 # ------------------------------ text and ends
 
 
-async def test_one_delta_a_token_and_the_whole_text(bench: Bench) -> None:
-    """Red if tokens share a delta, text is lost, or usage miscounts."""
+async def test_the_whole_text_and_its_usage(bench: Bench) -> None:
+    """Red if text or tokens are lost, or usage miscounts."""
     generation = await bench.begin("It is a truth")
     text = "Größe, 東京 and 🙂 at the end"
     ids = await bench.say(text)
@@ -105,12 +106,34 @@ async def test_one_delta_a_token_and_the_whole_text(bench: Bench) -> None:
     deltas = await read(generation)
     assert text_of(deltas) == text
     assert [token for delta in deltas for token in delta.token_ids] == ids
-    assert all(len(delta.token_ids) == 1 for delta in deltas[:-1])
     assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("length", None)
     usage = generation.usage
     assert (usage.prompt_tokens, usage.completion_tokens) == (len(bench.ids("It is a truth")), len(ids))
     assert usage.cached_tokens == 16
     assert await settled(bench) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "shared"),
+    [({}, True), ({"stop": ("zebra",)}, False), ({"sampling": Sampling(max_tokens=99, logprobs=0)}, False)],
+)
+async def test_what_a_reader_left_unread_comes_in_one_delta(bench: Bench, fields: dict[str, Any], shared: bool) -> None:
+    """Red if a reader that fell behind pays for every token, or if logprobs and stop strings lose their token."""
+    generation = await bench.begin(**fields)
+    text = "Größe, 東京 and 🙂 so on"
+    ids = bench.ids(text)
+    logprobs = pb.LogprobColumns(
+        rows=pack(range(len(ids)), "<u4"),
+        sampled=pack([-1.0] * len(ids), "<f4"),
+        ranks=pack([1] * len(ids), "<i4"),
+        counts=pack([0] * len(ids), "<u4"),
+    )
+    wanted = {"logprobs": logprobs} if "sampling" in fields else {}
+    await bench.session.send(tokens=[(1, token) for token in ids], **wanted)
+    deltas = await anext(generation)
+    assert [delta.token_ids for delta in deltas] == ([ids] if shared else [[token] for token in ids])
+    assert text_of(deltas) == text
+    assert generation.usage.completion_tokens == len(ids)
 
 
 async def test_half_a_character_at_the_end_is_shown_as_undecodable(bench: Bench) -> None:
