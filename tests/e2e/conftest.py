@@ -15,7 +15,7 @@ MakeServer = Callable[..., Server]
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The shared server; whoever uses it must leave it serving."""
-    server = Server(tmp_path_factory.mktemp("server") / "serve.log")
+    server = Server(tmp_path_factory.mktemp("server") / "serve.log", "--vllm-grpc-port=0")
     yield server
     assert server.stop() == 0, server.logged()
 

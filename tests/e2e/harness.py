@@ -36,6 +36,8 @@ class Server:
         self.process = serving.process
         self.ready = serving.ready
         self.http, self.grpc, self.engine = serving.http, serving.grpc, serving.engine
+        self.vllm = str(self.ready.get("vllm", [""])[0])
+        """Empty without --vllm-grpc-port."""
 
     def logged(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")

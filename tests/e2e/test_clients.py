@@ -26,9 +26,13 @@ ASK: dict[str, Any] = {
 }
 
 
-def grpcurl(*arguments: str) -> str:
+def grpcurl_result(*arguments: str) -> subprocess.CompletedProcess[str]:
     program = Path(sys.executable).with_name("grpcurl")
-    result = subprocess.run([program, "-plaintext", *arguments], capture_output=True, text=True, timeout=GUARD_S)
+    return subprocess.run([program, "-plaintext", *arguments], capture_output=True, text=True, timeout=GUARD_S)
+
+
+def grpcurl(*arguments: str) -> str:
+    result = grpcurl_result(*arguments)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -74,11 +78,49 @@ def test_grpcurl_streams_over_reflection(server: Server, answer: str) -> None:
     assert messages[-1]["usage"]["completion_tokens"] == 12
 
 
+def test_grpcurl_shows_rich_errors(server: Server) -> None:
+    """Red if a person at a terminal isn't shown which field was wrong."""
+    request = json.dumps({"text": "It is a truth", "sampling_params": {"regex": "a+"}})
+    result = grpcurl_result("-d", request, server.vllm, "vllm.grpc.engine.VllmEngine/Generate")
+    assert result.returncode != 0
+    assert '"reason":"INVALID_ARGUMENT"' in result.stderr
+    assert '"field":"regex"' in result.stderr
+
+
+def test_grpc_requests(server: Server, answer: str) -> None:
+    """Red if a client that learns the contract by reflection in Python can't stream, or can't read a refusal."""
+    source = """
+import json, sys, grpc, grpc_requests
+client = grpc_requests.Client.get_by_endpoint(sys.argv[1], channel_options=[("grpc.enable_http_proxy", 0)])
+text = client.service("greenlane.text.v1.Text")
+chat = {"messages": [{"role": "user", "content": sys.argv[2]}]}
+answers = text.Generate({"chat": chat, "sampling": {"max_tokens": 12, "temperature": 0}})
+print(json.dumps([delta["text"] for answer in answers for delta in answer.get("deltas", [])]))
+try:
+    list(text.Generate({"prompt": "a", "sampling": {"temperature": 900}}))
+except grpc.RpcError as error:
+    print(error.code().name)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", source, server.grpc, QUESTION], capture_output=True, text=True, timeout=GUARD_S
+    )
+    assert result.returncode == 0, result.stderr
+    texts, refused = result.stdout.splitlines()
+    assert "".join(json.loads(texts)) == answer
+    assert len(json.loads(texts)) > 2
+    assert refused == "INVALID_ARGUMENT"
+
+
 @pytest.mark.parametrize(
-    ("attribute", "service"), [("grpc", "greenlane.text.v1.Text"), ("engine", "greenlane.engine.v1.Engine")]
+    ("attribute", "service"),
+    [
+        ("grpc", "greenlane.text.v1.Text"),
+        ("engine", "greenlane.engine.v1.Engine"),
+        ("vllm", "vllm.grpc.engine.VllmEngine"),
+    ],
 )
 def test_every_grpc_server_has_health_and_reflection(server: Server, attribute: str, service: str) -> None:
-    """Red if one of the two gRPC servers lacks a service that operators rely on."""
+    """Red if one of the gRPC servers lacks a service that operators rely on."""
     address = getattr(server, attribute)
     address = f"unix://{address.removeprefix('unix:')}" if address.startswith("unix:") else address
     flags = ("-unix", address.removeprefix("unix://")) if address.startswith("unix:") else (address,)

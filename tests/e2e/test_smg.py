@@ -1,0 +1,319 @@
+"""smg, a real gateway, in front of real servers: what its clients get, and what becomes of it when servers go."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from scripts.serving import TINY, ServeError
+from tests.e2e.conftest import MakeServer
+from tests.e2e.harness import GUARD_S, Server, until
+from tests.e2e.smg import Smg
+
+pytestmark = pytest.mark.e2e
+
+VLLM = "--vllm-grpc-port=0"
+CHAT: dict[str, Any] = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "What is a whale?"}],
+    "max_tokens": 12,
+    "temperature": 0,
+}
+COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "It is a truth", "max_tokens": 12, "temperature": 0}
+ENDLESS: dict[str, Any] = {**COMPLETION, "max_tokens": 1900, "ignore_eos": True, "temperature": 1}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Smg]]:
+    """A server and a gateway in front of it; whoever uses them leaves both serving."""
+    folder = tmp_path_factory.mktemp("smg")
+    server = Server(folder / "serve.log", VLLM)
+    try:
+        gateway = Smg(folder / "smg.log", server)
+        yield server, gateway
+        gateway.stop()
+    finally:
+        assert server.stop() == 0, server.logged()
+
+
+MakeSmg = Callable[..., Smg]
+
+
+@pytest.fixture
+def make_smg(tmp_path: Path) -> Iterator[MakeSmg]:
+    """Starts gateways of a test's own; they end with it."""
+    gateways: list[Smg] = []
+
+    def make(*servers: Server) -> Smg:
+        gateways.append(Smg(tmp_path / f"smg-{len(gateways)}.log", *servers, flags=["--policy=round_robin"]))
+        return gateways[-1]
+
+    yield make
+    for gateway in gateways:
+        gateway.stop()
+
+
+def ask(base: Server | Smg, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The answer of a server or of a gateway to the same question."""
+    with base.client() as client:
+        answer: dict[str, Any] = client.post(path, json=body).raise_for_status().json()
+        return answer
+
+
+def chat_text(answer: dict[str, Any], choice: int = 0) -> str:
+    return str(answer["choices"][choice]["message"]["content"])
+
+
+# ------------------------------ answers
+
+
+def test_registration(pair: tuple[Server, Smg]) -> None:
+    """Red if the gateway has to guess what it routes to, or polls for a load that is pushed to it."""
+    _, gateway = pair
+    (worker,) = gateway.workers()
+    assert (worker["status"], worker["runtime_type"], worker["model_id"]) == ("ready", "vllm", "tiny")
+    (model,) = worker["models"]
+    assert (model["context_length"], model["hf_model_type"]) == (2048, "qwen3")
+    until(lambda: gateway.workers()[0].get("engine_load", {}).get("version") == "pushed", "load is pushed")
+    (load,) = gateway.workers()[0]["engine_load"]["loads"]
+    assert load["max_running_requests"] == 64
+    assert load["max_total_num_tokens"] > 0
+
+
+def test_chat(pair: tuple[Server, Smg]) -> None:
+    """Red if a chat through the gateway has another text or other counts than the server's own answer, or if it
+    doesn't stream."""
+    server, gateway = pair
+    direct, routed = ask(server, "/v1/chat/completions", CHAT), ask(gateway, "/v1/chat/completions", CHAT)
+    assert chat_text(routed) == chat_text(direct).strip() or chat_text(routed) == chat_text(direct)
+    assert routed["choices"][0]["finish_reason"] == "length"
+    assert [routed["usage"][key] for key in ("prompt_tokens", "completion_tokens")] == [
+        direct["usage"][key] for key in ("prompt_tokens", "completion_tokens")
+    ]
+    with openai.OpenAI(base_url=f"{gateway.http}/v1", api_key="none") as client:
+        chunks = list(client.chat.completions.create(**CHAT, stream=True, stream_options={"include_usage": True}))
+    texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+    assert "".join(texts) == chat_text(routed)
+    assert len([text for text in texts if text]) > 3
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 12
+
+
+def test_completion(pair: tuple[Server, Smg]) -> None:
+    """Red if a completion differs, streamed or not, or a sequence of n is lost."""
+    server, gateway = pair
+    direct = ask(server, "/v1/completions", COMPLETION)["choices"][0]["text"]
+    routed = ask(gateway, "/v1/completions", {**COMPLETION, "n": 3})
+    assert [choice["text"] for choice in routed["choices"]] == [direct] * 3
+    assert routed["usage"]["completion_tokens"] == 36
+    with openai.OpenAI(base_url=f"{gateway.http}/v1", api_key="none") as client:
+        chunks = list(client.completions.create(**COMPLETION, n=2, stream=True))
+    texts = {0: "", 1: ""}
+    for chunk in chunks:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == {0: direct, 1: direct}
+
+
+def test_stop(pair: tuple[Server, Smg]) -> None:
+    """Red if the engine core works on behind a stop string, or the gateway isn't told why the text ended."""
+    server, gateway = pair
+    whole = ask(server, "/v1/completions", COMPLETION)["choices"][0]["text"]
+    stop = whole[8:14]
+    before = server.stats().counters
+    routed = ask(gateway, "/v1/completions", {**COMPLETION, "max_tokens": 1500, "stop": [stop]})
+    (choice,) = routed["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (whole[: whole.index(stop)], "stop")
+    until(server.idle, "idle")
+    after = server.stats().counters
+    assert after.finished_abort == before.finished_abort + 1
+    assert after.output_tokens - before.output_tokens < 100
+
+
+def test_logprobs(pair: tuple[Server, Smg]) -> None:
+    """Red if logprobs belong to other tokens than the text's, or lose their alternatives."""
+    server, gateway = pair
+    body = {**CHAT, "logprobs": True, "top_logprobs": 2}
+    direct, routed = (ask(each, "/v1/chat/completions", body) for each in (server, gateway))
+    ours, theirs = (each["choices"][0]["logprobs"]["content"] for each in (direct, routed))
+    assert [entry["token"] for entry in theirs] == [entry["token"] for entry in ours]
+    for mine, entry in zip(ours, theirs, strict=True):
+        assert entry["logprob"] == pytest.approx(mine["logprob"], abs=1e-3)
+        assert [top["token"] for top in entry["top_logprobs"]] == [top["token"] for top in mine["top_logprobs"]]
+
+
+# ------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"max_tokens": 5000}, "max_tokens"),
+        ({"response_format": {"type": "json_object"}}, "json"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}}, "json_schema"),
+    ],
+)
+def test_bad_requests(pair: tuple[Server, Smg], fields: dict[str, Any], named: str) -> None:
+    """Red if the client isn't told what was wrong, or the gateway takes the server for broken and tries again."""
+    _, gateway = pair
+    with gateway.client() as client:
+        answer = client.post("/v1/chat/completions", json={**CHAT, **fields})
+    assert answer.status_code == 400
+    assert named in answer.json()["error"]["message"]
+
+
+def test_full_queue(make_server: MakeServer, make_smg: MakeSmg) -> None:
+    """Red if a full queue is anything but 429 to the gateway's client."""
+    server = make_server(VLLM, "--max-num-seqs=1", "--max-queue=1", "--worker-timeout=300", "--gpu-wait-timeout=300")
+    gateway = make_smg(server)
+    until(server.idle, "idle")
+    worker = server.pid("worker")
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        for taken in (1, 2):
+            threading.Thread(target=server.complete, kwargs={"max_tokens": 4}, daemon=True).start()
+            until(functools.partial(holds, server, taken), "the queue is full")
+        with gateway.client() as client:
+            answer = client.post("/v1/completions", json=COMPLETION)
+        assert answer.status_code == 429, answer.text
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    until(lambda: gateway_answers(gateway), "answers again")
+
+
+def holds(server: Server, count: int) -> bool:
+    return open_sequences(server) == count
+
+
+def open_sequences(server: Server) -> int:
+    gauges = server.stats().gauges
+    return gauges.running + gauges.waiting
+
+
+def gateway_answers(gateway: Smg) -> bool:
+    with gateway.client() as client:
+        return client.post("/v1/completions", json=COMPLETION).is_success
+
+
+# ------------------------------ losses
+
+
+class Stream:
+    """A streamed completion on a thread of its own, known to be under way, then watched to its end."""
+
+    def __init__(self, gateway: Smg, body: dict[str, Any]) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.done = False
+        self._began = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(gateway, body), daemon=True)
+        self._thread.start()
+        assert self._began.wait(GUARD_S), "nothing came"
+
+    def _run(self, gateway: Smg, body: dict[str, Any]) -> None:
+        with gateway.client() as client, client.stream("POST", "/v1/completions", json={**body, "stream": True}) as got:
+            for line in got.iter_lines():
+                if line == "data: [DONE]":
+                    self.done = True
+                elif line.startswith("data: "):
+                    self.events.append(json.loads(line.removeprefix("data: ")))
+                    self._began.set()
+        self._began.set()
+
+    def join(self) -> Stream:
+        self._thread.join(GUARD_S)
+        assert not self._thread.is_alive(), "the stream never ended"
+        return self
+
+    @property
+    def error(self) -> dict[str, Any] | None:
+        return next((event["error"] for event in self.events if "error" in event), None)
+
+    @property
+    def finish_reason(self) -> str | None:
+        reasons = [choice["finish_reason"] for event in self.events for choice in event.get("choices", ())]
+        return next((reason for reason in reasons if reason), None)
+
+
+def test_client_gone(pair: tuple[Server, Smg]) -> None:
+    """Red if a request runs on for a client of the gateway that has left."""
+    server, gateway = pair
+    with gateway.client() as client, client.stream("POST", "/v1/completions", json={**ENDLESS, "stream": True}) as got:
+        next(got.iter_lines())
+        assert open_sequences(server) == 1
+    until(server.idle, "the request was aborted")
+
+
+def test_worker_killed_and_back(make_server: MakeServer, make_smg: MakeSmg) -> None:
+    """Red if a stream that lost its worker ends as if all were well, or the gateway needs a restart afterwards."""
+    server = make_server(VLLM)
+    gateway = make_smg(server)
+    stream = Stream(gateway, ENDLESS)
+    os.kill(server.pid("worker"), signal.SIGKILL)
+    assert stream.join().error is not None
+    assert stream.finish_reason is None
+    until(lambda: gateway_answers(gateway), "serving again")
+    until(lambda: gateway.healthy() == {server.vllm}, "healthy again")
+
+
+def test_two_engines_and_a_drain(make_server: MakeServer, make_smg: MakeSmg) -> None:
+    """Red if only one of two engines gets requests, if a drain cuts off a stream, or if the gateway's clients notice
+    that one of the two has gone."""
+    first, second = make_server(VLLM), make_server(VLLM)
+    gateway = make_smg(first, second)
+    served = [server.stats().counters.sequences_accepted for server in (first, second)]
+    for _ in range(6):
+        ask(gateway, "/v1/completions", COMPLETION)
+    assert all(
+        server.stats().counters.sequences_accepted > before
+        for server, before in zip((first, second), served, strict=True)
+    )
+    streams = [Stream(gateway, {**ENDLESS, "max_tokens": 800}) for _ in range(2)]
+    assert [open_sequences(server) for server in (first, second)] == [1, 1]
+    first.process.send_signal(signal.SIGTERM)
+    until(lambda: first.health() != 200, "draining")
+    for _ in range(6):
+        ask(gateway, "/v1/completions", COMPLETION)
+    assert [stream.join().finish_reason for stream in streams] == ["length", "length"]
+    assert [stream.error for stream in streams] == [None, None]
+    assert first.process.wait(GUARD_S) == 0
+    for _ in range(6):
+        ask(gateway, "/v1/completions", COMPLETION)
+    until(lambda: gateway.healthy() == {second.vllm}, "the first one is out of routing")
+
+
+def test_tokenizer_from_the_server(tmp_path: Path, make_server: MakeServer, make_smg: MakeSmg) -> None:
+    """Red if a gateway on another machine, which doesn't have the model's folder, can't tokenize."""
+    folder = tmp_path / "model"
+    shutil.copytree(TINY, folder)
+    server = make_server(VLLM, model=folder)
+    expected = chat_text(ask(server, "/v1/chat/completions", CHAT))
+    folder.rename(tmp_path / "elsewhere")
+    assert chat_text(ask(make_smg(server), "/v1/chat/completions", CHAT)) == expected
+
+
+def test_taken_port(tmp_path: Path, pair: tuple[Server, Smg]) -> None:
+    """Red if two servers share a VllmEngine port: a gateway's calls would go to either."""
+    server, _ = pair
+    port = server.vllm.rpartition(":")[2]
+    log = tmp_path / "serve.log"
+    with pytest.raises(ServeError):
+        Server(log, "--device=fake", f"--vllm-grpc-port={port}")
+    assert "error: --vllm-grpc-port" in log.read_text()
+
+
+def test_off_unless_asked_for(make_server: MakeServer) -> None:
+    """Red if a listener without TLS and tokens is opened that nobody asked for."""
+    server = make_server("--device=fake")
+    assert "vllm" not in server.ready
+    assert httpx.get(f"{server.http}/health", trust_env=False).is_success
