@@ -48,6 +48,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     decode_sms: int | None = None
     itl_target_ms: float | None = None
     """With auto: what a decode step may take while prompts are computed; default: 1.8 times its lone pace."""
+    ttft_target_ms: float | None = None
+    """With auto: when prompts would wait longer than this, decode steps may take longer than their target; default:
+    400 without an ITL target, never with one."""
     threads: int | None = None
     """CPU threads of a worker; default: the cores this process may use."""
     gpu_wait_timeout: float = 60.0
@@ -106,11 +109,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"--decode-overlap {self.decode_overlap} needs --device cuda; on cpu use off")
         if self.decode_sms is not None and self.decode_overlap not in ("green", "auto"):
             raise ConfigError("--decode-sms goes with --decode-overlap green or auto; the other modes share all SMs")
-        if self.itl_target_ms is not None:
+        for flag, target in (("--itl-target-ms", self.itl_target_ms), ("--ttft-target-ms", self.ttft_target_ms)):
+            if target is None:
+                continue
             if self.decode_overlap != "auto":
-                raise ConfigError("--itl-target-ms goes with --decode-overlap auto; the other modes follow no target")
-            if not 0.1 <= self.itl_target_ms <= 10_000:
-                raise ConfigError(f"--itl-target-ms is {self.itl_target_ms}; it must be from 0.1 to 10000")
+                raise ConfigError(f"{flag} goes with --decode-overlap auto; the other modes follow no target")
+            if not 0.1 <= target <= 600_000:
+                raise ConfigError(f"{flag} is {target}; it must be from 0.1 to 600000 milliseconds")
         self._check_address()
         _one_of("--dtype", self.dtype, DTYPES)
         _one_of("--load-format", self.load_format, LOAD_FORMATS)

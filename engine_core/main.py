@@ -261,8 +261,7 @@ def prefill_policy(config: EngineConfig, ready: Ready) -> PrefillPolicy:
         return FixedPolicy(config.token_budget, lane=config.decode_overlap != "off")
     if ready.times is None:
         raise ConfigError(f"--decode-overlap auto needs a worker that measures its steps; {ready.device} doesn't")
-    target_us = None if config.itl_target_ms is None else 1e3 * config.itl_target_ms
-    return AutoPolicy(config.token_budget, ready.times, target_us)
+    return AutoPolicy(config.token_budget, ready.times, config.itl_target_ms, config.ttft_target_ms)
 
 
 def model_limits(config: EngineConfig, model: ModelConfig, ready: Ready) -> ModelLimits:

@@ -17,6 +17,10 @@ MAX_CHUNKS = 32
 """Chunks of one plan: what a worker plans attention for, whose host cost grows with it."""
 
 
+MOST_PRIMARY_TOKENS = 2048
+"""Of chunks on the primary lane where the policy chooses lanes: a GPU's pace hardly grows beyond, and rows wait."""
+
+
 class RowSampling(msgspec.Struct, array_like=True, frozen=True):
     """How the worker draws a row's tokens. Values are validated and resolved: no field means "default" here.
 

@@ -102,6 +102,13 @@ FLAGS = (
         "MS",
     ),
     Flag(
+        "ttft-target-ms",
+        To.ENGINE,
+        "Engine",
+        "How long prompts may wait before decode gives way, for auto; default: 400, with an ITL target never",
+        "MS",
+    ),
+    Flag(
         "kv-cache-memory",
         To.ENGINE,
         "Memory",

@@ -182,10 +182,10 @@ def measure(case: str, feed: Feed, budget: int) -> dict[str, Any]:
 
 
 def host_profile(steps: Callable[[int], None]) -> str:
-    """The 30 most expensive functions of 200 steps, by their own time."""
+    """The 30 most expensive functions of 100 steps, by their own time."""
     steps(20)
     profiler, text = cProfile.Profile(), io.StringIO()
-    profiler.runcall(steps, 200)
+    profiler.runcall(steps, 100)
     pstats.Stats(profiler, stream=text).sort_stats("tottime").print_stats(30)
     return text.getvalue()
 
@@ -224,6 +224,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="4b")
     parser.add_argument("--cases", nargs="*", default=CASES)
+    parser.add_argument("--overlap", default="auto", help="auto has the graphs of every case")
     parser.add_argument("--decode-sms", type=int, default=64)
     parser.add_argument("--budget", type=int, default=8192)
     parser.add_argument("--host", action="store_true", help="first, which Python calls a decode step of 16 rows makes")
@@ -243,8 +244,8 @@ def main() -> int:
         kv_cache_memory=None,
         gpu_memory_utilization=0.8,
         async_depth=2,
-        decode_overlap="auto",
-        decode_sms=options.decode_sms,
+        decode_overlap=options.overlap,
+        decode_sms=options.decode_sms if options.overlap in ("green", "auto") else None,
         threads=None,
         gpu_wait_timeout=60.0,
         crash_dir=None,
@@ -267,7 +268,8 @@ def main() -> int:
     feed = Feed(build_runner(device, config, abort, time.monotonic), config.async_depth)
     report: dict[str, Any] = {"machine": machine(options.commit), "opened_s": opened, "stages": ends, "cases": []}
     if options.host:
-        print(host_profile(run("decode:16", feed, options.budget)))
+        for case in ("decode:16", "prefill:1024"):
+            print(host_profile(run(case, feed, options.budget)))
     for case in options.cases:
         report["cases"].append(measured := measure(case, feed, options.budget))
         print(json.dumps(measured), flush=True)

@@ -3,11 +3,13 @@
 Owns the choice that `--decode-overlap` names. `off`, `stream` and `green` are fixed; `auto` asks `StepTimes` what each
 way would take and picks the one that finishes the prompt soonest while decode rows keep their target:
 
-* no decode rows: the whole GPU, as many tokens as a step may hold;
+* no decode rows: the whole GPU, in chunks that soon let the first rows decode;
 * a chunk in the decode rows' own forward, of the largest size whose step stays within the target;
 * a batch on the prefill lane, if decode on its partition stays within the target.
 
-Where nothing stays within the target, the way with the shortest decode step is taken: prompts always get on.
+Where nothing stays within the target, the way with the shortest decode step is taken: prompts always get on. And where
+prompts pile up so that the last would wait longer than the target of the time to first token, chunks grow until it
+doesn't, or can't: under such a load a decode step costs more, and everybody's answer is sooner complete.
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from engine_core.step import StepTimes
+from engine_core.step import MOST_PRIMARY_TOKENS, StepTimes
 
 TARGET_FACTOR = 1.8
 """Without `--itl-target-ms`: a decode step may take so many times as long as it would alone."""
+TTFT_TARGET_MS = 400.0
+"""Without `--ttft-target-ms` and `--itl-target-ms`: how long prompts may take, all that wait together."""
 MARGIN = 0.92
 """Of the target, for what the model doesn't know."""
 LEARNING = 0.1
@@ -49,9 +53,11 @@ class Load:
     context: int
     """Tokens of KV that they read together."""
     remaining: int
-    """Prompt tokens that the next prefill still needs."""
+    """Prompt tokens to compute, of all that wait."""
+    first: int
+    """Those of the prompt that is next."""
     history: int
-    """Tokens of its KV that are computed already."""
+    """Tokens of that prompt's KV that are computed already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +104,16 @@ class FixedPolicy:
 class AutoPolicy:
     """`auto`: see the module. Times are microseconds."""
 
-    def __init__(self, token_budget: int, times: StepTimes, target_us: float | None) -> None:
+    def __init__(
+        self, token_budget: int, times: StepTimes, itl_target_ms: float | None, ttft_target_ms: float | None
+    ) -> None:
+        """An ITL target alone is kept whatever waits; without any, decode's lone pace and TTFT_TARGET_MS are."""
+        if ttft_target_ms is None and itl_target_ms is None:
+            ttft_target_ms = TTFT_TARGET_MS
+        self._target_us = None if itl_target_ms is None else 1e3 * itl_target_ms
+        self._patience_us = float("inf") if ttft_target_ms is None else 1e3 * ttft_target_ms
         self._token_budget = token_budget
         self._times = times
-        self._target_us = target_us
         self._rows = [rows for rows, _ in times.decode]
         self._decode = [us for _, us in times.decode]
         self._beside = [us for _, us in times.beside]
@@ -117,18 +129,32 @@ class AutoPolicy:
 
     def choose(self, load: Load) -> Choice:
         if not load.rows:
-            return Choice(self._token_budget, Way.ALONE)
+            return Choice(min(MOST_PRIMARY_TOKENS, self._token_budget), Way.ALONE)
         target = MARGIN * self.target(load)
-        mixed = self._best_chunk(load, target)
-        beside = self.beside(load)
-        if beside <= target and (mixed is None or self._lane_us(load) < self._mixed_us(load, mixed)):
-            return Choice(self._token_budget, Way.LANE)
-        if mixed is not None:
-            return Choice(mixed, Way.MIXED)
+        chunk, ways = self._best_chunk(load, target), []
+        if chunk is not None:
+            ways.append((self._mixed_us(load, chunk), Choice(chunk, Way.MIXED)))
+        if self.beside(load) <= target:
+            ways.append((self._lane_us(load), Choice(self._token_budget, Way.LANE)))
+        us, choice = min(ways or [self._gentlest(load)], key=lambda way: way[0])
+        return choice if us <= self._patience_us else self._patient(load, choice, us)
+
+    def _gentlest(self, load: Load) -> tuple[float, Choice]:
+        """The way with the shortest decode step."""
         smallest = self._sizes(load.rows)[0][0]
-        return (
-            Choice(self._token_budget, Way.LANE) if beside < self.mixed(load, smallest) else Choice(smallest, Way.MIXED)
-        )
+        if self.beside(load) < self.mixed(load, smallest):
+            return self._lane_us(load), Choice(self._token_budget, Way.LANE)
+        return self._mixed_us(load, smallest), Choice(smallest, Way.MIXED)
+
+    def _patient(self, load: Load, choice: Choice, us: float) -> Choice:
+        """The smallest chunk with which nobody waits too long, or else the one that works the backlog off fastest."""
+        for tokens, _ in self._sizes(load.rows):
+            took = self._mixed_us(load, tokens)
+            if took < us:
+                choice, us = Choice(tokens, Way.MIXED), took
+            if us <= self._patience_us or tokens >= load.remaining:
+                break
+        return choice
 
     def target(self, load: Load) -> float:
         """What a decode step may take."""
@@ -148,7 +174,7 @@ class AutoPolicy:
     def _mixed_us(self, load: Load, tokens: int) -> float:
         """Until the prompt is computed, in chunks of that size."""
         steps = -(-load.remaining // tokens)
-        middle = Load(load.rows, load.context, load.remaining, load.history + load.remaining // 2)
+        middle = Load(load.rows, load.context, load.remaining, load.first, load.history + load.first // 2)
         return steps * self.mixed(middle, tokens)
 
     def _lane_us(self, load: Load) -> float:

@@ -209,13 +209,16 @@ class Scheduler:
     def _load(self, decode: Slots) -> Load:
         computed, known = self._rows.computed, self._rows.known
         slots = [sequence.slot for sequence in self.sequences.prefilling]
-        remaining, history = sum(int(known[slot] - computed[slot]) for slot in slots), 0
-        if slots:
-            history = int(computed[slots[0]])
+        left = [int(known[slot] - computed[slot]) for slot in slots]
         head = self.sequences.waiting.head()
-        if head is not None:
-            remaining += head.stored * len(self.sequences.waiting)
-        return Load(decode.size, int(computed[decode].sum()), max(1, remaining), history)
+        queued = 0 if head is None else head.stored
+        return Load(
+            rows=decode.size,
+            context=int(computed[decode].sum()),
+            remaining=max(1, sum(left) + queued * len(self.sequences.waiting)),
+            first=left[0] if left else max(1, queued),
+            history=int(computed[slots[0]]) if slots else 0,
+        )
 
     def _submit(
         self,

@@ -9,18 +9,18 @@ from msgspec.structs import replace
 
 from engine_core.device.fake import pretended_times
 from engine_core.scheduling.policy import AutoPolicy, Choice, FixedPolicy, Load, Observed, Way
-from engine_core.step import StepTimes
+from engine_core.step import MOST_PRIMARY_TOKENS, StepTimes
 
 BUDGET = 4096
 TIMES = pretended_times(64)
 
 
-def auto(target_ms: float | None = None, times: StepTimes = TIMES) -> AutoPolicy:
-    return AutoPolicy(BUDGET, times, None if target_ms is None else 1e3 * target_ms)
+def auto(itl_ms: float | None = None, times: StepTimes = TIMES, ttft_ms: float | None = None) -> AutoPolicy:
+    return AutoPolicy(BUDGET, times, itl_ms, ttft_ms)
 
 
 def load(rows: int = 16, context: int = 0, remaining: int = 4096, history: int = 0) -> Load:
-    return Load(rows, context, remaining, history)
+    return Load(rows, context, remaining, min(remaining, 4096), history)
 
 
 def test_fixed_modes() -> None:
@@ -33,7 +33,7 @@ def test_fixed_modes() -> None:
 
 def test_no_decode_row_gets_prefill_everything() -> None:
     """Red when a prompt is cut small though nobody decodes."""
-    assert auto(0.1).choose(load(0)) == Choice(BUDGET, Way.ALONE)
+    assert auto(0.1).choose(load(0)) == Choice(MOST_PRIMARY_TOKENS, Way.ALONE)
 
 
 def test_the_largest_chunk_that_keeps_the_target() -> None:
@@ -62,6 +62,14 @@ def test_where_nothing_keeps_the_target_prompts_still_get_on() -> None:
     assert auto(0.5).choose(load()) == Choice(32, Way.MIXED)
     slow = replace(TIMES, mixed=[(r, t, 9 * us) for r, t, us in TIMES.mixed])
     assert auto(0.5, slow).choose(load()) == Choice(BUDGET, Way.LANE)
+
+
+def test_where_prompts_pile_up_chunks_grow() -> None:
+    """40960 waiting tokens can't be computed in 400 ms: the fastest way is taken. 13000 take 0.3 s in chunks of 1024
+    and longer in smaller ones. Red when a backlog is ignored without an ITL target, or breaks one that stands alone."""
+    assert auto().choose(load(remaining=40_960)) == Choice(2048, Way.MIXED)
+    assert auto(ttft_ms=400).choose(load(remaining=13_000)) == Choice(512, Way.MIXED)
+    assert auto(4.5).choose(load(remaining=40_960)) == Choice(32, Way.MIXED)
 
 
 def test_long_contexts_shrink_the_chunk() -> None:
@@ -101,6 +109,6 @@ def test_every_choice_can_be_carried_out(
     rows: int, context: int, remaining: int, history: int, target: float | None
 ) -> None:
     """Red when a choice holds no token, more than the budget, or waits beside nobody."""
-    choice = auto(target).choose(Load(rows, context, remaining, history))
+    choice = auto(target).choose(Load(rows, context, remaining, min(remaining, 4096), history))
     assert 1 <= choice.tokens <= BUDGET
     assert (choice.way is Way.ALONE) == (rows == 0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,12 +37,28 @@ class NonFiniteLogits(ArithmeticError):
     """A row's logits hold NaN or infinity, or its parameters leave nothing to draw."""
 
 
+class Excursion:
+    """Another stream than the primary lane's is torch's current one: `torch.cuda.stream` costs ten times as much."""
+
+    def __init__(self, stream: Any, home: Any) -> None:
+        self._stream = stream
+        self._home = home
+
+    def __enter__(self) -> None:
+        _cuda.set_stream(self._stream)
+
+    def __exit__(self, *_: object) -> None:
+        _cuda.set_stream(self._home)
+
+
 @dataclass(slots=True)
 class LaneWork:
     """What one lane's ragged forwards need."""
 
     stream: Any
     """torch's view of the lane's stream."""
+    current: AbstractContextManager[object]
+    """Makes the stream torch's current one; nothing to do for the primary lane's, which always is."""
     staging: Staging
     prefill: PagedPrefill
     residual: torch.Tensor
@@ -68,7 +85,7 @@ class Heads:
 
 
 class CudaCompute:
-    """See `device.base.Compute`."""
+    """See `device.base.Compute`. The primary lane's stream is torch's current one in the thread of all calls."""
 
     def __init__(
         self,
@@ -103,8 +120,7 @@ class CudaCompute:
     # ------------------------------ rows
 
     def start_row(self, start: RowStart) -> None:
-        with _cuda.stream(self._primary.stream):
-            self._rows.start(start)
+        self._rows.start(start)
 
     def end_rows(self, slots: list[int]) -> None:
         """Nothing to do: `start_row` overwrites all that a slot holds."""
@@ -142,13 +158,12 @@ class CudaCompute:
         bucket = bucket_of(self._row_buckets, rows)
         staging = self._primary.staging
         fields = staging.begin()
-        with _cuda.stream(self._primary.stream):
-            self._stage_pages(fields, bucket)
-            fields["slots"][:rows], fields["slots"][rows:bucket] = batch.slots, -1
-            fields["positions"][:rows], fields["positions"][rows:bucket] = batch.starts, 0
-            self._stage_samples(fields, batch, bucket)
-            staging.send(tokens=False)
-            self._decode[batch.beside_prefill][bucket]()
+        self._stage_pages(fields, bucket)
+        fields["slots"][:rows], fields["slots"][rows:bucket] = batch.slots, -1
+        fields["positions"][:rows], fields["positions"][rows:bucket] = batch.starts, 0
+        self._stage_samples(fields, batch, bucket)
+        staging.send(tokens=False)
+        self._decode[batch.beside_prefill][bucket]()
 
     def _stage_samples(self, fields: dict[str, npt.NDArray[Any]], batch: Batch, bucket: int) -> None:
         """Slots that draw and the position of their newest token: the drawn one stands behind it."""
@@ -164,7 +179,7 @@ class CudaCompute:
         total = int(batch.lengths[decode:].sum())
         tokens = bucket_of(self._token_buckets, total)
         fields = lane.staging.begin()
-        with _cuda.stream(lane.stream):
+        with lane.current:
             ends = rows + np.cumsum(batch.lengths[decode:], dtype=np.int64)
             self._stage_tokens(fields, batch, rows, tokens, ends)
             starts, lengths = batch.starts[decode:].tolist(), batch.lengths[decode:].tolist()
@@ -217,15 +232,14 @@ class CudaCompute:
         if count == 0:
             return
         bucket = bucket_of(self._row_buckets, count)
-        with _cuda.stream(self._primary.stream):
-            if batch.lane is not Lane.PRIMARY:
-                self._take_picked(batch, lane.picked[ring], bucket)
-            tops = self._rows.logprobs[batch.slots[batch.sample_rows]]
-            if (tops >= 0).any():
-                lane.logprobs[ring] = self._draw_described(bucket, tops)
-            else:
-                self._heads.graphs[bucket]()
-            lane.tokens[ring][:count].copy_(self._heads.tokens[:count], non_blocking=True)
+        if batch.lane is not Lane.PRIMARY:
+            self._take_picked(batch, lane.picked[ring], bucket)
+        tops = self._rows.logprobs[batch.slots[batch.sample_rows]]
+        if (tops >= 0).any():
+            lane.logprobs[ring] = self._draw_described(bucket, tops)
+        else:
+            self._heads.graphs[bucket]()
+        lane.tokens[ring][:count].copy_(self._heads.tokens[:count], non_blocking=True)
 
     def _take_picked(self, batch: Batch, picked: torch.Tensor, bucket: int) -> None:
         """Rows of a joined prefill become the head's input, on the primary lane."""

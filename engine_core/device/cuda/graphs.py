@@ -7,6 +7,7 @@ captured on, wherever it is replayed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -51,5 +52,5 @@ class GraphPool:
         graph = _cuda.CUDAGraph()
         with _cuda.graph(graph, stream=stream, pool=self._pool, capture_error_mode="thread_local"):
             work()
-        replay: Callable[[], None] = graph.replay
-        return replay
+        # torch's own method around it looks up devices and streams, which the launch doesn't need
+        return functools.partial(torch._C._CUDAGraph.replay, graph)

@@ -23,7 +23,6 @@ from engine_core.step import Lane, StepTimes
 
 _cuda: Any = torch.cuda  # torch's annotations of streams and events are incomplete
 REPEATS = 3
-MAX_MIXED = 2048
 CONTEXT_ROWS, CONTEXT = 32, 2048
 CHUNK, HISTORY = 256, 8192
 
@@ -93,7 +92,7 @@ class _Meter:
     def mixed(self) -> list[tuple[int, int, int]]:
         out = []
         for rows, tokens in sorted(self._primary.ragged):
-            if rows and tokens <= MAX_MIXED:
+            if rows:
                 self._plan(self._primary, 0, tokens)
                 drawn = bucket_of(self._opened.row_buckets, rows)
                 out.append((rows, tokens, self._us(self._step(self._primary.ragged[rows, tokens], drawn), 1)))

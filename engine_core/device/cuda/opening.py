@@ -6,7 +6,7 @@ Owns the sizes of everything and the start-up order. After it nothing allocates 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 
 from engine_core.config import WorkerConfig
 from engine_core.device.base import Device, LaneSizes
-from engine_core.device.cuda.compute import CudaCompute, Heads, LaneWork, Replay
+from engine_core.device.cuda.compute import CudaCompute, Excursion, Heads, LaneWork, Replay
 from engine_core.device.cuda.driver import CudaTable
 from engine_core.device.cuda.forwards import Opened, decode, head, ragged
 from engine_core.device.cuda.graphs import CHUNK_SIZES, DECODE_SIZES, MIXED_ROWS, GraphPool, buckets
@@ -37,7 +37,7 @@ from engine_core.ops.cuda.nvrtc import CodeCache, CudaKernels
 from engine_core.ops.cuda.prefill import PagedPrefill, PrefillLimits, choose_backend
 from engine_core.ops.cuda.sampling import Sampler, SamplingTables
 from engine_core.ops.cuda.splits import PAGE
-from engine_core.step import MAX_CHUNKS, Lane, StepTimes
+from engine_core.step import MAX_CHUNKS, MOST_PRIMARY_TOKENS, Lane, StepTimes
 
 _cuda: Any = torch.cuda  # torch's annotations of streams are incomplete
 
@@ -64,6 +64,7 @@ def open_device(config: WorkerConfig, watch: Watch, progress: Progress) -> Devic
     opened = _open(config, model, ordinal, properties.multi_processor_count, driver, created, progress)
     max_model_len, kv = _kv_cache(opened, progress)
     compute, times = _compute(opened, kv, created, progress)
+    _cuda.set_stream(opened.lanes[Lane.PRIMARY].stream)
     return Device(
         driver=driver,
         streams=opened.streams,
@@ -198,6 +199,7 @@ def _lane(opened: Opened, lane: Lane, width: int) -> LaneWork:
         hidden = opened.model.hidden_size
         work = LaneWork(
             stream=stream,
+            current=nullcontext() if lane is Lane.PRIMARY else Excursion(stream, opened.lanes[Lane.PRIMARY].stream),
             staging=staging,
             prefill=prefill,
             residual=torch.zeros(opened.most_tokens, hidden, dtype=torch.bfloat16, device=device),
@@ -294,9 +296,12 @@ class _Capture:
 
     def _ragged_shapes(self, lane: Lane) -> list[tuple[int, int]]:
         """(decode rows, tokens of chunks), largest first."""
-        rows = [0, *self._opened.mixed_rows] if lane is Lane.PRIMARY else [0]
-        shapes = [(count, tokens) for count in rows for tokens in self._opened.token_buckets]
-        return sorted(shapes, key=sum, reverse=True)
+        opened, rows, sizes = self._opened, [0], self._opened.token_buckets
+        if lane is Lane.PRIMARY:
+            rows += opened.mixed_rows
+            if opened.config.decode_overlap == "auto":
+                sizes = buckets(min(sizes[-1], MOST_PRIMARY_TOKENS), CHUNK_SIZES)
+        return sorted(((count, tokens) for count in rows for tokens in sizes), key=sum, reverse=True)
 
     def _capture(self, lane: Lane, stream: Any, work: Callable[[], None]) -> Replay:
         replay = self._pools[lane].capture(stream, work)
