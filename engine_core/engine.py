@@ -50,6 +50,8 @@ class EngineStats:
     prefills_in_flight: int
     sequences_accepted: int
     sequences_rejected: int
+    sequences_started: int
+    queue_wait_us: int
     finished_stop: int
     finished_length: int
     finished_abort: int
@@ -58,6 +60,12 @@ class EngineStats:
     cached_tokens: int
     output_tokens: int
     steps: int
+    steps_decode: int
+    steps_prefill: int
+    steps_mixed: int
+    steps_empty: int
+    primary_busy_us: int
+    prefill_busy_us: int
     preemptions: int
     prefix_queries: int
     prefix_hits: int
@@ -100,7 +108,7 @@ class Engine:
         while (plan := self._scheduler.schedule()) is not None:
             self._executor.submit(plan)
         for started in self._scheduler.take_started():
-            self._ledger.start(started)
+            self._ledger.start(started, now)
             self._outputs.start(started)
         self._publish_outputs()
 
@@ -141,7 +149,7 @@ class Engine:
         """
         match command:
             case Request():
-                self._admit(command)
+                self._admit(command, now)
                 self._end(self._scheduler.expire(now))
             case Abort():
                 self._end(self._scheduler.abort(command.session, command.numbers))
@@ -151,7 +159,7 @@ class Engine:
             case FlushCache():
                 self.flush_cache()
 
-    def _admit(self, request: Request) -> None:
+    def _admit(self, request: Request, now: float) -> None:
         try:
             if self._refusal is not None:
                 raise self._refusal
@@ -159,7 +167,7 @@ class Engine:
         except Rejected as refusal:
             self._reject(request, refusal)
             return
-        self._ledger.accept(sequences)
+        self._ledger.accept(sequences, now)
         self._outputs.accept(request.session, request.number)
 
     def _reject(self, request: Request, refusal: Rejected) -> None:
@@ -203,6 +211,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """Fresh at the time of the call, whether or not a step runs."""
         scheduler, gauges, counts = self._scheduler, self._scheduler.gauges(), self._ledger.counts
+        tally = scheduler.results.tally
         return EngineStats(
             running=gauges.running,
             waiting=gauges.waiting,
@@ -215,6 +224,8 @@ class Engine:
             prefills_in_flight=gauges.prefills_in_flight,
             sequences_accepted=counts.sequences_accepted,
             sequences_rejected=counts.sequences_rejected,
+            sequences_started=counts.sequences_started,
+            queue_wait_us=counts.queue_wait_us,
             finished_stop=counts.finished_stop,
             finished_length=counts.finished_length,
             finished_abort=counts.finished_abort,
@@ -223,6 +234,12 @@ class Engine:
             cached_tokens=counts.cached_tokens,
             output_tokens=counts.output_tokens,
             steps=scheduler.steps,
+            steps_decode=tally.steps_decode,
+            steps_prefill=tally.steps_prefill,
+            steps_mixed=tally.steps_mixed,
+            steps_empty=tally.steps_empty,
+            primary_busy_us=tally.primary_busy_us,
+            prefill_busy_us=tally.prefill_busy_us,
             preemptions=scheduler.sequences.preemptions,
             prefix_queries=scheduler.residency.prefix_queries,
             prefix_hits=scheduler.residency.prefix_hits,

@@ -24,6 +24,8 @@ class Counts:
 
     sequences_accepted: int = 0
     sequences_rejected: int = 0
+    sequences_started: int = 0
+    queue_wait_us: int = 0
     finished_stop: int = 0
     finished_length: int = 0
     finished_abort: int = 0
@@ -52,18 +54,21 @@ class Ledger:
     def open_count(self) -> int:
         return len(self._open)
 
-    def accept(self, sequences: Iterable[Sequence]) -> None:
+    def accept(self, sequences: Iterable[Sequence], now: float) -> None:
         for sequence in sequences:
             if sequence.serial in self._open:
                 raise LedgerError(f"sequence {sequence.serial} was accepted twice")
             self._open.add(sequence.serial)
+            sequence.queued_at = now
             self.counts.sequences_accepted += 1
 
     def reject(self, sequences: int) -> None:
         self.counts.sequences_rejected += sequences
 
-    def start(self, started: Started) -> None:
-        """Prompt tokens count once, when they are first scheduled; those from the prefix cache are among them."""
+    def start(self, started: Started, now: float) -> None:
+        """Its time in the queue ends. Prompt tokens count once, those from the prefix cache among them."""
+        self.counts.sequences_started += 1
+        self.counts.queue_wait_us += round((now - started.queued_at) * 1e6)
         self.counts.prompt_tokens += started.prompt_tokens
         self.counts.cached_tokens += started.cached_tokens
 

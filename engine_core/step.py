@@ -135,6 +135,8 @@ class PrefillResult(msgspec.Struct, array_like=True, frozen=True):
     prompt_logprobs: list[PromptLogprobBlock] = []
     error: str | None = None
     """The chunks failed after quiescence was proven: the whole cause chain. `tokens` is empty then."""
+    busy_us: int = 0
+    """On the prefill lane, µs: from its launch until its completion was found. 0 for chunks that share a forward."""
 
 
 class StepResult(msgspec.Struct, array_like=True, frozen=True):

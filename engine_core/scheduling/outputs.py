@@ -59,6 +59,8 @@ class Started:
     number: int
     prompt_tokens: int
     cached_tokens: int
+    queued_at: float
+    """When it was admitted, by the engine's clock."""
 
 
 def read_logprobs(block: LogprobBlock | None) -> LogprobColumns | None:

@@ -23,6 +23,7 @@ from engine_core.scheduling.open_sequences import OpenSequences
 from engine_core.scheduling.outputs import Events, TokenColumns, read_logprobs, select_logprobs
 from engine_core.scheduling.rows import RowGroup
 from engine_core.scheduling.sequence import Sequence, SequenceState
+from engine_core.scheduling.tally import Tally
 from engine_core.step import Lane, PrefillResult, PromptLogprobBlock, StepResult
 
 CLOSED, PARKED, PREFILL = SequenceState.CLOSED, SequenceState.PARKED, SequenceState.PREFILL
@@ -34,6 +35,7 @@ class Results:
     def __init__(self, sequences: OpenSequences, in_flight: InFlight) -> None:
         self.prefill_completions = 0
         self.rows_discarded = 0
+        self.tally = Tally()
         self._sequences = sequences
         self._in_flight = in_flight
         self._residency = sequences.residency
@@ -51,6 +53,7 @@ class Results:
             self._apply_decode(flight, result, events)
         for prefill in result.prefills:
             self._apply_prefill(flight, prefill, events)
+        self.tally.add(flight, result)
         self._rows.applied[Lane.PRIMARY] = result.step
         self._residency.complete(_proof(flight, result))
         if self._sequences.parked:

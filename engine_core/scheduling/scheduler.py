@@ -399,5 +399,7 @@ class Scheduler:
             sequence.started = True
             sequence.cached_tokens = start.cached
             request = sequence.request
-            self._started.append(Started(request.session, sequence.number, sequence.prompt_len, start.cached))
+            self._started.append(
+                Started(request.session, sequence.number, sequence.prompt_len, start.cached, sequence.queued_at)
+            )
         return start

@@ -84,6 +84,8 @@ class Sequence:
     """The last of these."""
     chain_broken: bool = False
     """The prefix cache takes no more pages of this sequence."""
+    queued_at: float = 0.0
+    """When it was admitted, by the engine's clock."""
     started: bool = False
     cached_tokens: int = 0
     described: int = 1

@@ -41,6 +41,8 @@ class PrefillFlight:
     span: Span | None = None
     drawing: Span | None = None
     """Of its tokens, on the primary lane, at the join."""
+    launched: float | None = None
+    busy_us: int = 0
     error: str | None = None
 
 
@@ -189,6 +191,7 @@ class Runner:
         try:
             with self._guard.armed(flight.owned):
                 self._lanes.launching(Lane.PREFILL, flight.step)
+                flight.launched = self._now()
                 flight.span = self._step_log.begin(Lane.PREFILL)
                 self._compute.forward(flight.batch, flight.ring)
                 self._step_log.finish(flight.span)
@@ -209,6 +212,8 @@ class Runner:
             return False
         self._prefill = None
         flight.joined.append(prefill)
+        if prefill.launched is not None:
+            prefill.busy_us = round((self._now() - prefill.launched) * 1e6)
         self._step_log.completed(prefill.batch, prefill.span)
         if prefill.completion is not None:
             prefill.owned.to(Ownership.COMPLETE)
@@ -305,8 +310,10 @@ class Runner:
                 flight.error = str(failure)
         flight.owned.to(Ownership.REPLIED)
         if sampled is None:
-            return PrefillResult(flight.step, b"", error=flight.error)
-        return PrefillResult(flight.step, sampled.tokens.tobytes(), sampled.logprobs, sampled.prompt_logprobs)
+            return PrefillResult(flight.step, b"", error=flight.error, busy_us=flight.busy_us)
+        return PrefillResult(
+            *(flight.step, sampled.tokens.tobytes(), sampled.logprobs, sampled.prompt_logprobs), busy_us=flight.busy_us
+        )
 
     def pending(self) -> list[Completion]:
         """Completions that must come within the bound (rule E6): of the oldest step, and of the prefill in flight."""

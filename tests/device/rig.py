@@ -71,6 +71,7 @@ class RunnerRig:
             rings=depth + 1,
             whole_context=whole_context,
         )
+        self.now = 0.0
         self.drops = DropQueue()
         self.lanes = Lanes(Driver(self.table, Unbounded()), lane_streams, self.abort)
         self.guard = LaunchGuard(self.lanes, self.drops, self.abort, self.compute.is_fatal)
@@ -84,7 +85,7 @@ class RunnerRig:
             drops=self.drops,
             tables=self.tables,
             async_depth=depth,
-            now=lambda: 0.0,
+            now=lambda: self.now,
         )
 
     def abort(self, what: str, error: BaseException | None = None) -> Any:

@@ -60,16 +60,19 @@ def test_l6_decode_goes_on_while_a_prefill_is_in_flight() -> None:
         plan(2, starts=[row(1, IDS, [1, 2, 3])], decode=[0], chunks=[PrefillChunk(1, 0, 6, True)], lane=True)
     )
     rig.table.run(rig.streams[Lane.PRIMARY], 99)
+    rig.now = 0.25
     (result,) = rig.runner.collect()
     assert (len(ints(result.tokens)), result.prefills, result.prefill_complete) == (1, [], 0)
     rig.runner.launch(plan(3, decode=[0], pages={0: 20}))
     rig.table.run_all()
     (result,) = rig.runner.collect()
     assert result.prefills == []
+    rig.now = 0.5
     rig.runner.launch(plan(4))
+    rig.now = 0.75
     rig.table.run_all()
     (result,) = rig.runner.collect()
-    assert [(p.step, ints(p.tokens)) for p in result.prefills] == [(2, alone[:1])]
+    assert [(p.step, ints(p.tokens), p.busy_us) for p in result.prefills] == [(2, alone[:1], 500_000)]
     assert result.prefill_complete == 2
 
 

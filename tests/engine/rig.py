@@ -21,7 +21,7 @@ from engine_core.request import (
 )
 from engine_core.scheduling.policy import FixedPolicy, PrefillPolicy
 from engine_core.scheduling.scheduler import Scheduler
-from tests.engine.simulated_worker import EOS, SimulatedWorker, params
+from tests.engine.simulated_worker import EOS, LANE_US, STEP_US, SimulatedWorker, params
 
 
 @dataclass
@@ -150,6 +150,11 @@ class Rig:
         assert stats.steps_in_flight == stats.prefills_in_flight == 0
         ended = stats.finished_stop + stats.finished_length + stats.finished_abort + stats.finished_error
         assert stats.sequences_accepted == ended
+        assert stats.sequences_started <= stats.sequences_accepted
+        forwards = stats.steps_decode + stats.steps_prefill + stats.steps_mixed
+        assert forwards + stats.steps_empty == stats.steps
+        assert stats.primary_busy_us == forwards * STEP_US
+        assert stats.prefill_busy_us == stats.prefills_lane * LANE_US
         assert self.engine.open_count == 0
 
     def _publish(self, outputs: list[Output]) -> None:

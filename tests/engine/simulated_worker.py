@@ -11,6 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from engine_core.errors import EngineDead
@@ -27,6 +28,8 @@ from engine_core.step import (
 )
 
 VOCABULARY = 48
+STEP_US, LANE_US = 650, 7_000
+"""What every step, and every batch on the prefill lane, says it took."""
 EOS = 0
 _MASK = (1 << 61) - 1
 
@@ -208,9 +211,9 @@ class SimulatedWorker:
         prefills = []
         if batch is not None and batch.executed and batch.step <= pending.step:
             prefills.append(
-                self._prefill_result(batch.step, batch.work)
+                msgspec.structs.replace(self._prefill_result(batch.step, batch.work), busy_us=LANE_US)
                 if batch.error is None
-                else PrefillResult(batch.step, b"", error=batch.error)
+                else PrefillResult(batch.step, b"", error=batch.error, busy_us=LANE_US)
             )
             self._proven_prefill, self._batch = batch.step, None
         error = self.fail_steps.pop(pending.step, None)
@@ -218,7 +221,7 @@ class SimulatedWorker:
             for work in pending.decode + pending.chunks:
                 self._spoil(work)
             self._results.append(
-                StepResult(pending.step, b"", None, prefills, pending.step, self._proven_prefill, error)
+                StepResult(pending.step, b"", None, prefills, pending.step, self._proven_prefill, error, STEP_US)
             )
             return True
         for work in pending.decode + pending.chunks:
@@ -228,7 +231,10 @@ class SimulatedWorker:
         if pending.chunks:
             prefills.append(self._prefill_result(pending.step, pending.chunks))
         self._results.append(
-            StepResult(pending.step, _bytes(tokens), logprobs, prefills, pending.step, self._proven_prefill)
+            StepResult(
+                *(pending.step, _bytes(tokens), logprobs, prefills, pending.step, self._proven_prefill),
+                busy_us=STEP_US,
+            )
         )
         return True
 

@@ -242,9 +242,9 @@ def test_the_ledger_takes_one_end_for_one_acceptance() -> None:
     rig = Rig()
     sequences = rig.scheduler.add(rig.request(PROMPT, n=2))
     ledger = Ledger()
-    ledger.accept(sequences)
+    ledger.accept(sequences, 0.0)
     with pytest.raises(LedgerError, match="accepted twice"):
-        ledger.accept(sequences[:1])
+        ledger.accept(sequences[:1], 0.0)
     ledger.finish([ended(sequences[0].serial)])
     assert ledger.open_count == 1
     for serial in (sequences[0].serial, 999):

@@ -349,6 +349,36 @@ def test_counters_of_tokens_and_pages() -> None:
     assert (stats.prefill_launches, stats.prefill_completions) == (2, 2)
 
 
+def test_time_in_the_queue_ends_with_the_first_prefill() -> None:
+    """Red when a sequence's wait isn't counted from its admission to its first chunk, or is counted again later."""
+    rig = Rig(max_num_seqs=1)
+    rig.add(PROMPT, max_tokens=3)
+    rig.step()
+    rig.add(PROMPT, max_tokens=1)
+    rig.now += 2.0
+    assert rig.engine.stats().sequences_started == 1
+    rig.run()
+    stats = rig.engine.stats()
+    assert (stats.sequences_started, stats.queue_wait_us) == (2, 2_000_000)
+
+
+def test_steps_count_by_kind() -> None:
+    """Red when a step is counted under another kind than what its forward computed."""
+    rig = Rig(async_depth=1)
+    rig.add(PROMPT, max_tokens=3)
+    rig.run()
+    stats = rig.engine.stats()
+    assert (stats.steps_prefill, stats.steps_decode, stats.steps_mixed, stats.steps_empty) == (1, 2, 0, 0)
+    first = rig.add(PROMPT, max_tokens=5)
+    rig.worker.finish_step()
+    rig.step()
+    rig.add(PROMPT, max_tokens=2)
+    rig.run()
+    stats = rig.engine.stats()
+    assert (stats.steps_prefill, stats.steps_mixed, stats.steps_empty) == (2, 1, 0)
+    assert len(rig.of(first).tokens) == 5
+
+
 def test_nothing_is_published_when_nothing_happens() -> None:
     rig = Rig()
     rig.add(PROMPT, max_tokens=1)

@@ -98,7 +98,7 @@ def test_a_dropped_session_is_gone() -> None:
 def test_starts_and_acceptances() -> None:
     buffer = OutputBuffer()
     buffer.accept(1, 5)
-    buffer.start(Started(1, 5, 100, 64))
+    buffer.start(Started(1, 5, 100, 64, 0.0))
     (output,) = buffer.take()
     assert (output.accepted, output.started) == ([5], [(5, 64)])
 

@@ -30,6 +30,7 @@ POLICY_NAMES = (
     "scheduling.results",
     "scheduling.rows",
     "scheduling.sequence",
+    "scheduling.tally",
     "scheduling.waiting",
 )
 BOOKKEEPING = tuple(f"engine_core.{name}" for name in POLICY_NAMES)

@@ -374,7 +374,7 @@ class Gauges(_message.Message):
     def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., sessions: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_referenced: _Optional[int] = ..., pages_retiring: _Optional[int] = ..., steps_in_flight: _Optional[int] = ..., prefills_in_flight: _Optional[int] = ...) -> None: ...
 
 class Counters(_message.Message):
-    __slots__ = ("sequences_accepted", "sequences_rejected", "finished_stop", "finished_length", "finished_abort", "finished_error", "prompt_tokens", "cached_tokens", "output_tokens", "steps", "preemptions", "prefix_queries", "prefix_hits", "prefill_launches", "prefill_completions", "rows_discarded", "prefills_alone", "prefills_mixed", "prefills_lane")
+    __slots__ = ("sequences_accepted", "sequences_rejected", "finished_stop", "finished_length", "finished_abort", "finished_error", "prompt_tokens", "cached_tokens", "output_tokens", "steps", "preemptions", "prefix_queries", "prefix_hits", "prefill_launches", "prefill_completions", "rows_discarded", "prefills_alone", "prefills_mixed", "prefills_lane", "sequences_started", "queue_wait_us", "steps_decode", "steps_prefill", "steps_mixed", "steps_empty", "primary_busy_us", "prefill_busy_us")
     SEQUENCES_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     SEQUENCES_REJECTED_FIELD_NUMBER: _ClassVar[int]
     FINISHED_STOP_FIELD_NUMBER: _ClassVar[int]
@@ -394,6 +394,14 @@ class Counters(_message.Message):
     PREFILLS_ALONE_FIELD_NUMBER: _ClassVar[int]
     PREFILLS_MIXED_FIELD_NUMBER: _ClassVar[int]
     PREFILLS_LANE_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_STARTED_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_WAIT_US_FIELD_NUMBER: _ClassVar[int]
+    STEPS_DECODE_FIELD_NUMBER: _ClassVar[int]
+    STEPS_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    STEPS_MIXED_FIELD_NUMBER: _ClassVar[int]
+    STEPS_EMPTY_FIELD_NUMBER: _ClassVar[int]
+    PRIMARY_BUSY_US_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_BUSY_US_FIELD_NUMBER: _ClassVar[int]
     sequences_accepted: int
     sequences_rejected: int
     finished_stop: int
@@ -413,7 +421,15 @@ class Counters(_message.Message):
     prefills_alone: int
     prefills_mixed: int
     prefills_lane: int
-    def __init__(self, sequences_accepted: _Optional[int] = ..., sequences_rejected: _Optional[int] = ..., finished_stop: _Optional[int] = ..., finished_length: _Optional[int] = ..., finished_abort: _Optional[int] = ..., finished_error: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., prefill_launches: _Optional[int] = ..., prefill_completions: _Optional[int] = ..., rows_discarded: _Optional[int] = ..., prefills_alone: _Optional[int] = ..., prefills_mixed: _Optional[int] = ..., prefills_lane: _Optional[int] = ...) -> None: ...
+    sequences_started: int
+    queue_wait_us: int
+    steps_decode: int
+    steps_prefill: int
+    steps_mixed: int
+    steps_empty: int
+    primary_busy_us: int
+    prefill_busy_us: int
+    def __init__(self, sequences_accepted: _Optional[int] = ..., sequences_rejected: _Optional[int] = ..., finished_stop: _Optional[int] = ..., finished_length: _Optional[int] = ..., finished_abort: _Optional[int] = ..., finished_error: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., prefill_launches: _Optional[int] = ..., prefill_completions: _Optional[int] = ..., rows_discarded: _Optional[int] = ..., prefills_alone: _Optional[int] = ..., prefills_mixed: _Optional[int] = ..., prefills_lane: _Optional[int] = ..., sequences_started: _Optional[int] = ..., queue_wait_us: _Optional[int] = ..., steps_decode: _Optional[int] = ..., steps_prefill: _Optional[int] = ..., steps_mixed: _Optional[int] = ..., steps_empty: _Optional[int] = ..., primary_busy_us: _Optional[int] = ..., prefill_busy_us: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("timeout_s",)
