@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from access.policy import AccessError, is_loopback, split_address
-from frontend.config import ConfigError, FrontendConfig
+from frontend.config import ConfigError, FrontendConfig, Place, Supervision
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 PR_SET_PDEATHSIG = 1
@@ -45,7 +45,12 @@ def main(arguments: Sequence[str]) -> int:
     from frontend.process import run
 
     configure(config.log_level)
-    return run(config, options.ready_fd, options.alive_fd, engine_restarts=options.engine_restarts)
+    return run(config, _supervision(options))
+
+
+def _supervision(options: argparse.Namespace) -> Supervision:
+    place = Place(options.place, options.places, options.peers)
+    return Supervision(options.ready_fd, options.alive_fd, options.engine_restarts, place)
 
 
 def _check_files(config: FrontendConfig) -> int:
@@ -118,6 +123,9 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--alive-fd", type=int, help="descriptor that gets a byte a second while the process is alive")
     out.add_argument("--parent-pid", type=int, help="process without which the frontend must not live")
     out.add_argument("--engine-restarts", action="store_true", help="a lost engine core is started again by somebody")
+    out.add_argument("--peers", help="private folder for the sockets of frontends that share these ports")
+    out.add_argument("--place", type=int, default=1, help="which of these it is, from 1")
+    out.add_argument("--places", type=int, default=1, help="how many there are")
     return out
 
 

@@ -148,7 +148,7 @@ FLAGS = (
         "frontends",
         To.SERVE,
         "Server",
-        "Frontend processes; each further one listens one port higher",
+        "Frontend processes, which share the ports",
         "N",
         "1",
     ),

@@ -17,6 +17,29 @@ class ConfigError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Which of a server's frontends this one is; places count from 1."""
+
+    number: int = 1
+    count: int = 1
+    folder: str | None = None
+    """Of the frontends' own sockets; None: there is no other frontend."""
+
+
+@dataclass(frozen=True, slots=True)
+class Supervision:
+    """What whoever started a frontend wants of it."""
+
+    ready_fd: int | None = None
+    """Gets one JSON line once requests are served."""
+    alive_fd: int | None = None
+    """Gets a byte a second while the process is alive."""
+    engine_restarts: bool = False
+    """A lost engine core is started again."""
+    place: Place = Place()
+
+
+@dataclass(frozen=True, slots=True)
 class FrontendConfig:
     """What `greenlane frontend` serves and where."""
 

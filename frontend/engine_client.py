@@ -113,6 +113,9 @@ class EngineClient:
         """The newest welcome's; None before the first."""
         self.lost_reason = "no connection yet"
         """Why there is no session, for people."""
+        self.fail_stops = 0
+        """Times that the engine core said it had failed."""
+        self.sessions_lost = 0
         self._address = address
         self._client_name = client_name
         self._engine_timeout = engine_timeout
@@ -327,6 +330,7 @@ class EngineClient:
         told = _TOLD.get(state)
         if told is not None:
             self.lost_reason = f"it is {told.value}"
+            self.fail_stops += told is ClientState.DEAD
             await self._set_state(told)
 
     async def _read(self, call: Any) -> pb.SessionResponse:
@@ -384,6 +388,7 @@ class EngineClient:
         await self._set_state(state)
         self._session = None
         if session is not None:
+            self.sessions_lost += state is not ClientState.CLOSED
             cause = reason if state is ClientState.CLOSED else f"the engine core was lost: {reason}"
             session.fail(ApiError(Code.UNAVAILABLE, cause, retry_after_s=1.0))
 

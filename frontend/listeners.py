@@ -49,13 +49,17 @@ GATEWAY_PINGS = (
 HEALTH_SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening TCP socket. Raises ConfigError naming the flag when the address can't be had."""
+def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A listening TCP socket; `shared`: with other frontends of this server, each of which gets some connections.
+
+    Raises ConfigError naming the flag when the address can't be had.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shared)
             listener.bind(address)
             listener.listen(BACKLOG)
         except BaseException:
@@ -196,37 +200,42 @@ def grpc_server(
     *,
     tls: grpc.ServerCredentials | None = None,
     keys: KeyFile | None = None,
+    shared: bool = False,
 ) -> tuple[grpc.aio.Server, str]:
     """The text gRPC server, bound but not started, and its address. Raises ConfigError when the port can't be had.
 
-    With `keys`, every call but health's needs one of them.
+    With `keys`, every call but health's needs one of them; `shared` as for `bind`.
     """
-    server = _new_server(max_message_bytes, keys=keys)
+    server = _new_server(max_message_bytes, keys=keys, shared=shared)
     text_pb2_grpc.add_TextServicer_to_server(text, server)
     _add_common(server, SERVICE, health)
     return server, _bind_grpc(server, "--grpc-port", "--host", host, port, tls)
 
 
 def vllm_server(
-    host: str, port: int, vllm: VllmService, health: HealthService, max_message_bytes: int
+    host: str, port: int, vllm: VllmService, health: HealthService, max_message_bytes: int, *, shared: bool = False
 ) -> tuple[grpc.aio.Server, str]:
     """The VllmEngine server, bound but not started, and its address. Raises ConfigError when the port can't be had.
 
     Neither TLS nor keys: its clients know neither.
     """
-    server = _new_server(max_message_bytes, GATEWAY_PINGS)
+    server = _new_server(max_message_bytes, GATEWAY_PINGS, shared=shared)
     vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(vllm, server)
     _add_common(server, VLLM_SERVICE, health)
     return server, _bind_grpc(server, "--vllm-grpc-port", "--vllm-grpc-host", host, port)
 
 
 def _new_server(
-    max_message_bytes: int, options: Sequence[tuple[str, int]] = (), *, keys: KeyFile | None = None
+    max_message_bytes: int,
+    options: Sequence[tuple[str, int]] = (),
+    *,
+    keys: KeyFile | None = None,
+    shared: bool,
 ) -> grpc.aio.Server:
     return grpc.aio.server(
         interceptors=interceptors(keys),
         options=[
-            ("grpc.so_reuseport", 0),  # else two servers would share a port and each get half of the calls
+            ("grpc.so_reuseport", int(shared)),  # gRPC's own default would share a port with any other server
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", max_message_bytes),
             *options,

@@ -24,7 +24,7 @@ import uvloop
 
 from frontend import listeners
 from frontend.chat_template import ChatTemplate
-from frontend.config import ConfigError, FrontendConfig
+from frontend.config import ConfigError, FrontendConfig, Supervision
 from frontend.engine_client import EngineClient
 from frontend.generate import generate
 from frontend.guards import OPEN_PATHS, Guards
@@ -33,6 +33,8 @@ from frontend.http_server import HttpServer
 from frontend.metrics import Metrics
 from frontend.model_files import ModelFiles
 from frontend.openai_api import OpenAiApi
+from frontend.peers import Peers
+from frontend.scrape import Scrape
 from frontend.serving import Health, Served
 from frontend.status_pages import StatusPages
 from frontend.text_service import SERVICE, TextService
@@ -47,19 +49,13 @@ LAST_WORDS_S = 1.0
 """How long requests that were cut off may take to tell their clients."""
 
 
-def run(
-    config: FrontendConfig, ready_fd: int | None, alive_fd: int | None = None, *, engine_restarts: bool = False
-) -> int:
-    """Serve until a signal; the exit status: 0 stopped, 1 a server failed, 2 settings that can't be served.
-
-    `engine_restarts`: whoever started this process starts a lost engine core again.
-    """
+def run(config: FrontendConfig, supervision: Supervision) -> int:
+    """Serve until a signal; the exit status: 0 stopped, 1 a server failed, 2 settings that can't be served."""
     try:
         guards = Guards.load(config)
         model = Model.load(config)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            serving = _serve(config, guards, model, ready_fd, engine_restarts=engine_restarts)
-            return runner.run(_live(serving, alive_fd))
+            return runner.run(_live(_serve(config, guards, model, supervision), supervision.alive_fd))
     except ConfigError as error:
         os.write(2, f"error: {error}\n".encode())
         return 2
@@ -119,9 +115,7 @@ class Signals:
         (self.at_once if self.stop.is_set() else self.stop).set()
 
 
-async def _serve(
-    config: FrontendConfig, guards: Guards, model: Model, ready_fd: int | None, *, engine_restarts: bool
-) -> int:
+async def _serve(config: FrontendConfig, guards: Guards, model: Model, supervision: Supervision) -> int:
     signals = Signals()
     client = EngineClient(
         config.engine_address,
@@ -140,52 +134,62 @@ async def _serve(
         metrics=Metrics(),
         clock=time.monotonic,
         request_timeout=config.request_timeout,
-        engine_restarts=engine_restarts,
+        engine_restarts=supervision.engine_restarts,
     )
     client.on_state(lambda _: health.tell(served.health is Health.SERVING))
-    listener = listeners.bind(config.host, config.port)
-    http = listeners.HttpListener(_application(served, config, guards), listener, guards.http_tls)
-    servers = _grpc_servers(config, guards, served, health, model.files)
+    peers, shared = Peers(supervision.place), supervision.place.count > 1
+    listener = listeners.bind(config.host, config.port, shared=shared)
+    http = listeners.HttpListener(_application(served, peers, config, guards), listener, guards.http_tls)
+    servers = _grpc_servers(config, guards, served, health, model.files, peers)
     addresses = {kind: address for kind, (_, address) in servers.items()}
     for server, _ in servers.values():
         await server.start()
+    await peers.start()
     http_task = http.start()
     await client.start()
     try:
         if await _first(client.serving(), signals.stop.wait(), asyncio.wait((http_task,))) == 0:
             _check_vocabulary(client, model.tokenizer)
             http_address = listeners.http_address(listener, tls=guards.http_tls is not None)
-            _announce(ready_fd, {"http": http_address, **addresses})
+            _announce(supervision.ready_fd, {"http": http_address, **addresses})
             await _first(signals.stop.wait(), asyncio.wait((http_task,)))
         failed = http_task.done()
         await _drain(served, health, client, signals, config.drain_timeout)
     finally:
         await client.close()
         await http.stop()
+        await peers.stop()
         for server, _ in servers.values():
             await server.stop(0)
     return 1 if failed else 0
 
 
 def _grpc_servers(
-    config: FrontendConfig, guards: Guards, served: Served, health: HealthService, files: ModelFiles | None
+    config: FrontendConfig,
+    guards: Guards,
+    served: Served,
+    health: HealthService,
+    files: ModelFiles | None,
+    peers: Peers,
 ) -> dict[str, tuple[grpc.aio.Server, str]]:
     """What speaks gRPC, with its address, by the name under which it is announced. Raises ConfigError."""
-    text, size = TextService(served, _new_id), config.max_body_bytes
+    text, size, shared = TextService(served, _new_id), config.max_body_bytes, peers.place.count > 1
     servers = {
         "grpc": listeners.grpc_server(
-            *(config.host, config.grpc_port, text, health, size), tls=guards.grpc_tls, keys=guards.keys
+            *(config.host, config.grpc_port, text, health, size), tls=guards.grpc_tls, keys=guards.keys, shared=shared
         )
     }
     if files is not None and config.vllm_grpc_port is not None:
-        vllm = VllmService(served, files, time.monotonic)
-        servers["vllm"] = listeners.vllm_server(config.vllm_grpc_host, config.vllm_grpc_port, vllm, health, size)
+        vllm = VllmService(served, files, peers, time.monotonic)
+        servers["vllm"] = listeners.vllm_server(
+            *(config.vllm_grpc_host, config.vllm_grpc_port, vllm, health, size), shared=shared
+        )
     return servers
 
 
-def _application(served: Served, config: FrontendConfig, guards: Guards) -> HttpServer:
+def _application(served: Served, peers: Peers, config: FrontendConfig, guards: Guards) -> HttpServer:
     api = OpenAiApi(served, time.time, _new_id)
-    pages = StatusPages(served, version("greenlane"))
+    pages = StatusPages(served, Scrape(served, peers), version("greenlane"))
     return HttpServer({**api.routes(), **pages.routes()}, config.max_body_bytes, guards.keys, OPEN_PATHS)
 
 

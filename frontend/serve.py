@@ -6,11 +6,11 @@ the line that says that everything is ready.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +21,7 @@ from pathlib import Path
 from access.policy import is_loopback, split_address
 from frontend.cli_flags import To, Value, child_argv, default_of, read_config_file
 from frontend.config import ConfigError
+from frontend.ports import LISTENERS, check_port, share_ports
 from frontend.supervisor import Supervisor
 from frontend.supervisor_process import Command, Hands, Ready, run_supervisor
 
@@ -34,30 +35,6 @@ MAX_FRONTENDS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Listener:
-    """One of a frontend's listeners."""
-
-    kind: str
-    """Its name in what a frontend announces."""
-    spoken: str
-    port: str
-    """Key of the flag with its port …"""
-    host: str
-    """… and with its address."""
-
-    @property
-    def flag(self) -> str:
-        return f"--{self.port.replace('_', '-')}"
-
-
-LISTENERS = (
-    Listener("http", "OpenAI API", "port", "host"),
-    Listener("grpc", "text gRPC", "grpc_port", "host"),
-    Listener("vllm", "VllmEngine gRPC", "vllm_grpc_port", "vllm_grpc_host"),
-)
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     """What `serve` will start."""
 
@@ -68,19 +45,23 @@ class Plan:
     start_timeout: float
     drain_timeout: float
     ports: list[tuple[str, str, int]]
-    """Addresses, flags and ports of all frontends; those that may be any are left out."""
+    """Addresses, flags and ports of the frontends; those that may be any are left out."""
 
 
 def serve(given: Mapping[str, Value], config: Path | None, ready_fd: int | None) -> int:
     """Run until stopped; the exit status. Settings that can't be served are refused here, with status 2."""
     folder = Path(tempfile.mkdtemp(prefix="greenlane-", dir=os.environ.get("XDG_RUNTIME_DIR") or None))
     try:
-        plan = make_plan({**(read_config_file(config) if config else {}), **given}, folder)
+        values = {**(read_config_file(config) if config else {}), **given}
+        plan = make_plan(values, folder)
         for argv in (plan.engine, *plan.frontends[:1]):
             check_flags(argv)
         for host, flag, port in plan.ports:
             check_port(host, flag, port)
-        finish = run_supervisor(functools.partial(_hands, plan, ready_fd))
+        with contextlib.ExitStack() as held:
+            if len(plan.frontends) > 1:
+                plan = make_plan({**values, **share_ports(values, held)}, folder)
+            finish = run_supervisor(functools.partial(_hands, plan, ready_fd))
         say(finish.cause)
         return finish.status
     except ConfigError as error:
@@ -110,7 +91,8 @@ def make_plan(values: Mapping[str, Value], folder: Path) -> Plan:
     python = [sys.executable, "-P", "-m"]
     session = [f"--engine-address={address}", "--engine-restarts"]
     frontends = [
-        [*python, "frontend", *session, *child_argv(_ports(values, place), To.FRONTEND)] for place in range(count)
+        [*python, "frontend", *session, *_place(folder, place, count), *child_argv(values, To.FRONTEND)]
+        for place in range(1, count + 1)
     ]
     return Plan(
         engine_address=address,
@@ -119,26 +101,16 @@ def make_plan(values: Mapping[str, Value], folder: Path) -> Plan:
         start_timeout=_seconds(values, "start_timeout"),
         drain_timeout=_seconds(values, "drain_timeout"),
         ports=[
-            (str(values.get(each.host, default_of(each.host))), each.flag, int(str(ports[each.port])))
-            for ports in (_ports(values, place) for place in range(count))
+            (str(values.get(each.host, default_of(each.host))), each.flag, port)
             for each in LISTENERS
-            if ports.get(each.port, "0") != "0"
+            if each.served(values) and (port := _number(values, each.port))
         ],
     )
 
 
-def check_port(host: str, flag: str, port: int) -> None:
-    """Raise ConfigError for a port that is taken now; the process that is to have it binds it later all the same."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(
-                f"{flag} {port}: {os.strerror(error.errno or 0).lower()}; choose others with "
-                f"{', '.join(each.flag for each in LISTENERS)}"
-            ) from error
+def _place(folder: Path, place: int, count: int) -> list[str]:
+    """What tells a frontend of the others, where there are any."""
+    return [f"--peers={folder}", f"--place={place}", f"--places={count}"] if count > 1 else []
 
 
 def _listen(address: str) -> list[str]:
@@ -159,16 +131,6 @@ def _listen(address: str) -> list[str]:
             f"--engine-address {address}: the port must be from 1 to 65535, since frontends connect to it"
         )
     return [f"--address={address}"]
-
-
-def _ports(values: Mapping[str, Value], place: int) -> dict[str, Value]:
-    """The values for the frontend at `place`, which takes the ports `place` above those given; 0 stays 0."""
-    out = dict(values)
-    for each in LISTENERS:
-        if each.kind != "vllm" or each.port in values:  # that one is off by default
-            port = _number(values, each.port)
-            out[each.port] = str(port + place if port else 0)
-    return out
 
 
 def _number(values: Mapping[str, Value], key: str) -> int:
@@ -228,7 +190,7 @@ def announce(engine_address: str, ready_fd: int | None, ready: Mapping[str, Read
     """Say in one line what serves where; as JSON to `ready_fd` too, for programs."""
     frontends = [ready[name] for name in frontend_names(len(ready) - 1)]
     listening = [each for each in LISTENERS if each.kind in frontends[0]]
-    served = {each.kind: [frontend[each.kind] for frontend in frontends] for each in listening}
+    served = {each.kind: sorted({frontend[each.kind] for frontend in frontends}) for each in listening}
     places = " · ".join(f"{each.spoken} {' '.join(served[each.kind])}" for each in listening)
     sys.stdout.write(f"ready: {places} · engine {engine_address}\n")
     sys.stdout.flush()

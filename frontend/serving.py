@@ -18,7 +18,7 @@ from greenlane.engine.v1 import engine_pb2
 
 from frontend.chat_template import ChatTemplate
 from frontend.engine_client import ClientState
-from frontend.metrics import Metrics
+from frontend.metrics import Figures, Metrics
 from frontend.reasoning import template_thinks
 from frontend.request import ApiError, ChatPrompt, Code, Delta, TextRequest, TokenLogprob, Usage
 from frontend.tokenizer import Tokenizer
@@ -73,6 +73,8 @@ class Engine(Protocol):
 
     state: ClientState
     info: engine_pb2.GetInfoResponse | None
+    fail_stops: int
+    sessions_lost: int
 
     async def get_stats(self) -> engine_pb2.GetStatsResponse: ...
 
@@ -138,6 +140,10 @@ class Served:
     @property
     def engine_info(self) -> engine_pb2.GetInfoResponse | None:
         return self._engine.info
+
+    def figures(self) -> Figures:
+        """This frontend's own, now."""
+        return self.metrics.figures(self._engine.fail_stops, self._engine.sessions_lost)
 
     async def engine_stats(self) -> engine_pb2.GetStatsResponse | None:
         """Fresh figures of the engine core, None if it doesn't answer in time."""

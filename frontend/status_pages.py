@@ -11,8 +11,9 @@ from pathlib import Path
 import msgspec
 
 from frontend.api_errors import Headers
+from frontend.exposition import CONTENT_TYPE
 from frontend.http_server import Exchange, Routes
-from frontend.metrics import CONTENT_TYPE
+from frontend.scrape import Scrape
 from frontend.serving import Health, Served
 
 WEB_FOLDER = Path(__file__).parent / "web"
@@ -30,8 +31,9 @@ _PAGE_HEADERS: Headers = [
 class StatusPages:
     """Handlers over one served model."""
 
-    def __init__(self, served: Served, version: str) -> None:
+    def __init__(self, served: Served, scrape: Scrape, version: str) -> None:
         self._served = served
+        self._scrape = scrape
         self._version = version
 
     def routes(self) -> Routes:
@@ -61,8 +63,7 @@ class StatusPages:
         await exchange.answer(msgspec.json.encode(shape), 200 if health is Health.SERVING else 503)
 
     async def metrics(self, exchange: Exchange) -> None:
-        text = self._served.metrics.render(await self._served.engine_stats())
-        await exchange.answer(text, content_type=CONTENT_TYPE.encode())
+        await exchange.answer(await self._scrape.text(), content_type=CONTENT_TYPE.encode())
 
     async def version(self, exchange: Exchange) -> None:
         await exchange.answer(msgspec.json.encode({"version": self._version}))

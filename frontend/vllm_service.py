@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
@@ -24,6 +24,7 @@ from smg_grpc_proto.generated import common_pb2 as common
 from frontend.grpc_call import deadline_s, with_status
 from frontend.load_meter import Load, LoadMeter
 from frontend.model_files import ModelFiles
+from frontend.peers import Peers, Question
 from frontend.request import ApiError, Code
 from frontend.serving import Health, OpenRequest, Served
 from frontend.vllm_answer import AnswerMessages
@@ -32,6 +33,8 @@ from frontend.vllm_request import prompt_ids, text_request
 SERVICE = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 CHUNK_BYTES = 512 << 10
 """Of a tokenizer archive in one message; readers take 4 MiB."""
+ABORT = "abort"
+"""What frontends tell one another of an Abort call."""
 PUSH_S = 1.0
 """Between two load records on one subscription."""
 MAX_FLUSH_WAIT_S = 600.0
@@ -41,12 +44,14 @@ FLUSH_LOOK_S = 0.05
 class VllmService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]  # that package has no types
     """The servicer over one served model."""
 
-    def __init__(self, served: Served, files: ModelFiles, clock: Callable[[], float]) -> None:
+    def __init__(self, served: Served, files: ModelFiles, peers: Peers, clock: Callable[[], float]) -> None:
         """`clock` is in seconds."""
         self._served = served
         self._files = files
         self._clock = clock
         self._meter = LoadMeter(served, clock)
+        self._peers = peers
+        peers.on(ABORT, self._abort_for_peer)
         self._calls: dict[str, dict[_Call, None]] = {}
         self._last_request_at = 0.0
 
@@ -82,11 +87,23 @@ class VllmService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc
 
     @with_status
     async def Abort(self, request: Any, context: Any) -> Any:
-        """Ends the requests named; their calls end with a completion that says so. Unknown ids are ignored."""
-        for request_id in request.request_ids:
+        """Ends the requests named, on whichever frontend they are; their calls end with a completion that says so.
+
+        Unknown ids are ignored.
+        """
+        ids = list(request.request_ids)
+        await self._abort(ids)
+        await self._peers.ask(ABORT, ids=ids)
+        return pb.AbortResponse()
+
+    async def _abort(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
             for call in list(self._calls.get(request_id, ())):
                 await call.abort()
-        return pb.AbortResponse()
+
+    async def _abort_for_peer(self, question: Question) -> None:
+        """An Abort call reached another frontend of this server."""
+        await self._abort(question["ids"])
 
     @with_status
     async def Embed(self, request: Any, context: Any) -> Any:

@@ -17,6 +17,7 @@ import psutil
 from greenlane.engine.v1 import engine_pb2, engine_pb2_grpc
 from greenlane.text.v1 import text_pb2, text_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
 
 from scripts.serving import TINY, start
 
@@ -24,7 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--device=cpu", "--threads=1", "--kv-cache-memory=64MiB", "--max-num-seqs=64"]
 GUARD_S = 120.0
 """Hang guard of every wait; no test's verdict depends on it."""
-CHANNEL_OPTIONS = [("grpc.enable_http_proxy", 0)]
+CHANNEL_OPTIONS = [("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
+"""A connection for each channel, so that frontends that share a port get some each."""
 
 
 class Server:
@@ -92,6 +94,25 @@ class Server:
             stub = engine_pb2_grpc.EngineStub(channel)
             stats: engine_pb2.GetStatsResponse = stub.GetStats(engine_pb2.GetStatsRequest(), timeout=GUARD_S)
             return stats
+
+    def metrics(self) -> dict[tuple[str, ...], float]:
+        """A scrape: values by name and labels' values."""
+        with self.client() as client:
+            text = client.get("/metrics").text
+        families = text_string_to_metric_families(text)
+        return {(each.name, *each.labels.values()): each.value for family in families for each in family.samples}
+
+    def call_on(self, frontend: int, request: text_pb2.GenerateRequest) -> OpenCall:
+        """A call on that one of several frontends, counted from 1; the kernel chooses, so this may take some tries."""
+        opened = ("greenlane_frontend_open_requests", str(frontend))
+        for _ in range(64):
+            before = self.metrics()[opened]
+            call = OpenCall(self.grpc, request)
+            if self.metrics()[opened] > before:
+                return call
+            call.call.cancel()
+            call.join()
+        raise AssertionError(f"no connection reached frontend {frontend}")
 
     def idle(self) -> bool:
         """Whether no sequence runs or waits and no page is referenced or retiring."""

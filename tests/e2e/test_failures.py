@@ -67,9 +67,8 @@ def test_lost_worker_or_core(make_server: MakeServer, role: str, number: signal.
 def test_frozen_frontend_harms_only_itself(make_server: MakeServer) -> None:
     """Red if a frozen frontend holds up another frontend's stream, or is not replaced."""
     server = make_server("--frontends=2")
-    first, second = sorted(pid for pid, each in server.tree().items() if each == "frontend")
-    other = OpenCall(server.ready["grpc"][1], long_request(max_tokens=600))
-    os.kill(first if server.ready["pids"]["frontend 1"] == first else second, signal.SIGSTOP)
+    other = server.call_on(2, long_request(max_tokens=600))
+    os.kill(server.ready["pids"]["frontend 1"], signal.SIGSTOP)
     assert other.join().status is grpc.StatusCode.OK
     assert other.finish_reason == "length"
     until(lambda: alive([server.ready["pids"]["frontend 1"]]) == [], "the frozen frontend was killed")
@@ -79,8 +78,8 @@ def test_frozen_frontend_harms_only_itself(make_server: MakeServer) -> None:
 def test_killed_frontend_costs_its_own_requests(make_server: MakeServer) -> None:
     """Red if a frontend's death leaves its requests running, or touches those of another frontend."""
     server = make_server("--frontends=2")
-    own = OpenCall(server.grpc, long_request())
-    other = OpenCall(server.ready["grpc"][1], long_request(max_tokens=600))
+    other = server.call_on(2, long_request(max_tokens=1200))
+    own = server.call_on(1, long_request())
     began = time.monotonic()
     os.kill(server.ready["pids"]["frontend 1"], signal.SIGKILL)
     assert own.join().status is grpc.StatusCode.UNAVAILABLE
@@ -88,8 +87,7 @@ def test_killed_frontend_costs_its_own_requests(make_server: MakeServer) -> None
     assert other.join().status is grpc.StatusCode.OK
     assert other.finish_reason == "length"
     until(server.idle, "the killed frontend's request was aborted")
-    counters = server.stats().counters
-    assert (counters.finished_abort, counters.finished_length) == (1, 1)
+    assert server.stats().counters.finished_length == 1
     assert_serves(server)
 
 

@@ -11,12 +11,15 @@ import httpx
 from greenlane.engine.v1 import engine_pb2 as pb
 
 from frontend.chat_template import ChatTemplate
+from frontend.config import Place
 from frontend.engine_client import ClientState
 from frontend.http_server import HttpServer
 from frontend.listeners import HttpListener, bind, http_address
 from frontend.metrics import Metrics
 from frontend.openai_api import OpenAiApi
+from frontend.peers import Peers
 from frontend.request import ApiError, Delta, TextRequest, TokenLogprob, Usage
+from frontend.scrape import Scrape
 from frontend.serving import Health, Served
 from frontend.status_pages import StatusPages
 from frontend.tokenizer import Tokenizer
@@ -120,6 +123,7 @@ class QuietEngine:
 
     def __init__(self) -> None:
         self.state = ClientState.SERVING
+        self.fail_stops = self.sessions_lost = 0
         self.info: pb.GetInfoResponse | None = pb.GetInfoResponse(
             device="cpu", vocab_size=4096, limits=pb.Limits(max_model_len=2048)
         )
@@ -160,7 +164,7 @@ class Site:
         )
         ids = iter(range(1, 1 << 30))
         self.api = OpenAiApi(self.served, lambda: NOW, lambda: f"id{next(ids)}")
-        self.pages = StatusPages(self.served, "1.2.3")
+        self.pages = StatusPages(self.served, Scrape(self.served, Peers(Place())), "1.2.3")
         self.app = HttpServer({**self.api.routes(), **self.pages.routes()}, MAX_BODY)
 
     async def _lose(self) -> None:

@@ -314,7 +314,7 @@ async def test_metrics_page(client: httpx.AsyncClient, site: Site) -> None:
     text = (await client.get("/metrics")).text
     assert "greenlane_engine_up 1.0" in text
     assert "greenlane_engine_pages_free 77.0" in text
-    assert 'greenlane_frontend_requests_total{outcome="stop"} 1.0' in text
+    assert 'greenlane_frontend_requests_total{frontend="1",outcome="stop"} 1.0' in text
     site.engine.stats.gauges.pages_free = 78
     assert "greenlane_engine_pages_free 78.0" in (await client.get("/metrics")).text
     site.engine.failure = ApiError(Code.UNAVAILABLE, "gone")

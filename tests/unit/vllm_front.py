@@ -14,11 +14,13 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc
 
 from frontend import listeners
+from frontend.config import Place
 from frontend.engine_client import EngineClient
 from frontend.generate import generate
 from frontend.health import HealthService
 from frontend.metrics import Metrics
 from frontend.model_files import ModelFiles
+from frontend.peers import Peers
 from frontend.serving import Served
 from frontend.tokenizer import Tokenizer
 from frontend.vllm_service import SERVICE, VllmService
@@ -55,7 +57,7 @@ class VllmFront:
 @asynccontextmanager
 async def fronting(served: Served) -> AsyncIterator[VllmFront]:
     """The model's VllmEngine on a free port."""
-    service = VllmService(served, ModelFiles.load(FIXTURE), time.monotonic)
+    service = VllmService(served, ModelFiles.load(FIXTURE), Peers(Place()), time.monotonic)
     server, address = listeners.vllm_server("127.0.0.1", 0, service, HealthService(SERVICE), 16 << 20)
     await server.start()
     try:

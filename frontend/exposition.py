@@ -1,0 +1,167 @@
+"""Prometheus text: the figures of all frontends of a server, and the engine core's, under their names.
+
+Owns the names (`greenlane_…`, units in the name) and the help texts. A frontend's series bear its place as the label
+`frontend`, so that each has resets of its own; the engine core's stand once, whichever frontend is scraped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from greenlane.engine.v1 import engine_pb2
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from frontend.metrics import Figures, Observed
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+MICRO = 1e-6
+
+ENGINE_COUNTERS = {
+    "sequences_accepted": "Sequences admitted to the engine core's queue",
+    "sequences_rejected": "Sequences that the engine core refused",
+    "sequences_started": "Sequences whose first prefill was scheduled",
+    "prompt_tokens": "Prompt tokens of admitted requests",
+    "cached_tokens": "Prompt tokens found in the prefix cache",
+    "output_tokens": "Tokens sampled and published",
+    "preemptions": "Running sequences sent back to the queue for lack of pages",
+    "prefix_queries": "Pages looked up in the prefix cache",
+    "prefix_hits": "Pages found in the prefix cache",
+    "prefill_launches": "Steps with chunks of prompts",
+    "prefill_completions": "Prefill batches proven complete",
+    "rows_discarded": "Rows computed behind a stop that was found late",
+}
+"""Fields of greenlane.engine.v1.Counters, each a metric of its own."""
+ENGINE_LABELLED = {
+    "sequences_finished": (
+        "Sequences that ended, by outcome: eos or a stop id, max_tokens or a full context, their client, a failure",
+        "outcome",
+        {"stop": "finished_stop", "length": "finished_length", "abort": "finished_abort", "error": "finished_error"},
+    ),
+    "steps": (
+        "Steps whose results are back, by what their own forward computed",
+        "kind",
+        {kind: f"steps_{kind}" for kind in ("decode", "prefill", "mixed", "empty")},
+    ),
+    "prefills": (
+        "Steps with chunks of prompts, by where these were computed: alone, in decode's forward, on the prefill lane",
+        "way",
+        {way: f"prefills_{way}" for way in ("alone", "mixed", "lane")},
+    ),
+}
+"""Name, help, label, and the field behind each of the label's values."""
+ENGINE_TIMES = {
+    "queue_wait_seconds": ("Time in the queue of the sequences that were started", None, {"": "queue_wait_us"}),
+    "lane_busy_seconds": (
+        "Time that lanes computed: the primary one forwards, the other prefill batches",
+        "lane",
+        {"primary": "primary_busy_us", "prefill": "prefill_busy_us"},
+    ),
+}
+"""The same, of fields in µs."""
+ENGINE_GAUGES = {
+    "running": "Sequences that hold a slot",
+    "waiting": "Sequences in the queue",
+    "sessions": "Frontends connected to the engine core",
+    "pages_total": "KV pages",
+    "pages_free": "KV pages on the free list",
+    "pages_cached": "Unreferenced KV pages kept for the prefix cache",
+    "pages_referenced": "KV pages held by running sequences",
+    "pages_retiring": "KV pages released and waiting for the proof that no lane touches them",
+    "steps_in_flight": "Steps submitted and not yet answered",
+    "prefills_in_flight": "Prefill batches submitted and not yet proven complete",
+}
+FRONTEND_COUNTERS: dict[str, tuple[str, Callable[[Figures], int]]] = {
+    "prompt_tokens": ("Prompt tokens of finished requests", lambda figures: figures.prompt_tokens),
+    "cached_tokens": ("Those that the prefix cache held", lambda figures: figures.cached_tokens),
+    "output_tokens": ("Tokens sent on to clients", lambda figures: figures.output_tokens),
+    "engine_fail_stops": ("Times that the engine core said it had failed", lambda figures: figures.fail_stops),
+    "engine_sessions_lost": ("Sessions with the engine core that were lost", lambda figures: figures.sessions_lost),
+}
+LATENCIES: dict[str, tuple[str, Callable[[Figures], Observed]]] = {
+    "time_to_first_token": ("From the request to its first token", lambda figures: figures.ttft),
+    "inter_token_latency": ("Between deliveries of new tokens of one request", lambda figures: figures.gap),
+    "request_duration": ("From the request to its end", lambda figures: figures.duration),
+}
+Frontends = Mapping[int, Figures | None]
+"""By place; None: that frontend didn't answer."""
+
+
+def render(frontends: Frontends, engine: engine_pb2.GetStatsResponse | None) -> bytes:
+    """Prometheus text. `engine` is what GetStats answered just now; None: it couldn't be reached."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Fixed([*_of_frontends(frontends), *_of_engine(engine)]))
+    return generate_latest(registry)
+
+
+class _Fixed(Collector):
+    """Families that stand already."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def _of_frontends(frontends: Frontends) -> Iterable[Metric]:
+    label = ["frontend"]
+    up = GaugeMetricFamily("greenlane_frontend_up", "Whether the frontend answered this scrape", labels=label)
+    answered: dict[str, Figures] = {}
+    for number, told in sorted(frontends.items()):
+        up.add_metric([str(number)], float(told is not None))
+        if told is not None:
+            answered[str(number)] = told
+    yield up
+    requests = CounterMetricFamily(
+        "greenlane_frontend_requests", "Requests that ended, by outcome", labels=[*label, "outcome"]
+    )
+    opened = GaugeMetricFamily("greenlane_frontend_open_requests", "Requests being served", labels=label)
+    for place, figures in answered.items():
+        opened.add_metric([place], float(figures.open_requests))
+        for outcome, count in figures.outcomes.items():
+            requests.add_metric([place, outcome], float(count))
+    yield from (requests, opened)
+    for name, (text, count_of) in FRONTEND_COUNTERS.items():
+        counter = CounterMetricFamily(f"greenlane_frontend_{name}", text, labels=label)
+        for place, figures in answered.items():
+            counter.add_metric([place], float(count_of(figures)))
+        yield counter
+    for name, (text, observed_of) in LATENCIES.items():
+        histogram = HistogramMetricFamily(f"greenlane_{name}_seconds", text, labels=label)
+        for place, figures in answered.items():
+            observed = observed_of(figures)
+            histogram.add_metric([place], buckets(observed), observed.sum)
+        yield histogram
+
+
+def buckets(observed: Observed) -> list[tuple[str, float]]:
+    """Cumulative, by upper bound."""
+    cumulative, out = 0, []
+    for bound, count in zip([*map(repr, observed.bounds), "+Inf"], observed.counts, strict=True):
+        cumulative += count
+        out.append((bound, float(cumulative)))
+    return out
+
+
+def _of_engine(stats: engine_pb2.GetStatsResponse | None) -> Iterable[Metric]:
+    yield GaugeMetricFamily(
+        "greenlane_engine_up", "Whether the engine core answered this scrape", 0.0 if stats is None else 1.0
+    )
+    if stats is None:
+        return
+    yield GaugeMetricFamily("greenlane_engine_uptime_seconds", "Since the engine core started", stats.uptime_s)
+    for name, text in ENGINE_GAUGES.items():
+        yield GaugeMetricFamily(f"greenlane_engine_{name}", text, float(getattr(stats.gauges, name)))
+    for name, text in ENGINE_COUNTERS.items():
+        yield CounterMetricFamily(f"greenlane_engine_{name}", text, float(getattr(stats.counters, name)))
+    for table, unit in ((ENGINE_LABELLED, 1.0), (ENGINE_TIMES, MICRO)):
+        for name, (text, label, fields) in table.items():
+            family = CounterMetricFamily(f"greenlane_engine_{name}", text, labels=[label] if label else [])
+            for value, field in fields.items():
+                family.add_metric([value] if label else [], unit * getattr(stats.counters, field))
+            yield family
