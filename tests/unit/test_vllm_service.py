@@ -11,6 +11,7 @@ import socket
 import struct
 import zipfile
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import common_pb2 as common
 
 from frontend import vllm_service
+from frontend.config import Place
 from frontend.engine_client import ClientState
 from frontend.load_meter import FRESH_S, LoadMeter
 from frontend.model_files import ModelFiles
@@ -29,6 +31,7 @@ from frontend.request import ApiError, Code, Delta, Sampling, TokenLogprob, TopL
 from frontend.tokenizer import Tokenizer
 from tests.unit.rich_errors import named_field, reason, retry_ms
 from tests.unit.scripted_answers import FIXTURE, Site, until, words
+from tests.unit.scripted_engine import socket_folder
 from tests.unit.vllm_front import VllmFront, failed, fronting
 
 
@@ -222,6 +225,24 @@ async def test_no_metadata_before_acceptance(front: Scripted) -> None:
     front.site.script.answers[0].release()
     await metadata
     call.cancel()
+
+
+async def test_an_abort_that_reaches_another_frontend() -> None:
+    """Red if, with frontends that share a port, an Abort ends requests of the frontend that it reaches alone."""
+    async with socket_folder() as folder, AsyncExitStack() as stack:
+        sites = Site(), Site()
+        sites[1].script.steps = [*words("one", "two")[:1], None]
+        first, second = [
+            await stack.enter_async_context(fronting(site.served, Place(number, 2, str(folder))))
+            for number, site in enumerate(sites, 1)
+        ]
+        call = second.generate(request_id="there", text="x")
+        assert (await call.read()).HasField("chunk")
+        await first.abort("there", "nowhere")
+        assert sites[1].script.answers[0].closed == 1
+        sites[1].script.answers[0].release()
+        assert (await call.read()).complete.finish_reason == "abort"
+        assert sites[1].metrics.open_requests == 0
 
 
 async def test_closed_from_outside(front: Scripted) -> None:

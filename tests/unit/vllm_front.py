@@ -55,16 +55,19 @@ class VllmFront:
 
 
 @asynccontextmanager
-async def fronting(served: Served) -> AsyncIterator[VllmFront]:
-    """The model's VllmEngine on a free port."""
-    service = VllmService(served, ModelFiles.load(FIXTURE), Peers(Place()), time.monotonic)
+async def fronting(served: Served, place: Place | None = None) -> AsyncIterator[VllmFront]:
+    """The model's VllmEngine on a free port, of one frontend among those of `place`."""
+    peers = Peers(place or Place())
+    service = VllmService(served, ModelFiles.load(FIXTURE), peers, time.monotonic)
     server, address = listeners.vllm_server("127.0.0.1", 0, service, HealthService(SERVICE), 16 << 20)
+    await peers.start()
     await server.start()
     try:
         async with grpc.aio.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
             yield VllmFront(served, service, address, channel)
     finally:
         await server.stop(None)
+        await peers.stop()
 
 
 @asynccontextmanager
