@@ -5,10 +5,9 @@
 // grid of decode_attention holds as many blocks as there can be items; those beyond the count leave at once.
 //
 // A warp takes one page at a time, through a ring of STAGES pages in shared memory: bytes in flight, not registers, bound
-// the pace on a share of the SMs and beside other work. Each lane copies what it will itself turn into tensor-core
-// fragments, so that no lane waits for another. With lane = 4 g + t and P the page's tokens: scores are Q (rows: query
-// heads of the group) times K^T (columns: tokens), and the transposed output is V^T times P^T, so that the scores' layout
-// is already that of the second product's operand.
+// the pace on a share of the SMs and beside other work. With lane = 4 g + t and P the page's tokens: scores are Q (rows:
+// query heads of the group) times K^T (columns: tokens), and the transposed output is V^T times P^T, so that the scores'
+// layout is already that of the second product's operand.
 //
 // Compile-time parameters (-D):
 //   HEAD_DIM   64 or 128
@@ -96,39 +95,46 @@ struct Values {
   Words of[4][HALVES];  // tokens 2t, 2t+1, 2t+8, 2t+9, dimensions 64 half + 8g ..
 };
 
-// A lane's pieces of 16 bytes lie 32 apart, so that a warp's accesses meet no bank conflict.
-constexpr int KEY_PIECES = 2 * CHUNKS, VALUE_PIECES = 4 * HALVES;
-constexpr int STAGE_WORDS = 32 * (KEY_PIECES + VALUE_PIECES);
+// A stage holds a page as rows of HEAD_DIM values, its tokens' keys, then their values, in pieces of 16 bytes. A warp
+// copies whole rows (memory is fetched by lines of 128 bytes); pieces are swapped within a row so that the eight lanes that
+// a shared-memory access serves at a time, copying or taking fragments, meet eight different banks.
+constexpr int ROW_PIECES = HEAD_DIM / 8;
+constexpr int STAGE_WORDS = 2 * PAGE * ROW_PIECES;
+constexpr int COPIED_ROWS = 32 / ROW_PIECES;  // by a warp at a time
 
-// One group of copies: the keys and values of the page at `base`, into the lane's places of a stage.
-__device__ inline void request(Words* stage, const u16* base, u64 stride, int group, int part) {
+__device__ inline int key_place(int token, int piece) { return token * ROW_PIECES + (piece ^ (token % 2 * 4)); }
+__device__ inline int value_place(int token, int piece) {
+  return (PAGE + token) * ROW_PIECES + (piece ^ (token / 2 % 4 * 2));
+}
+
+// One group of copies: the keys and values of the page at `base` into a stage.
+__device__ inline void request(Words* stage, const u16* base, u64 stride, int lane) {
+  const int piece = lane % ROW_PIECES;
+#pragma unroll
+  for (int first = 0; first < PAGE; first += COPIED_ROWS) {
+    const int token = first + lane / ROW_PIECES;
+    copy_async(stage + key_place(token, piece), base + token * stride + 8 * piece);
+    copy_async(stage + value_place(token, piece), base + (PAGE + token) * stride + 8 * piece);
+  }
+}
+
+__device__ inline void take(Keys& keys, const Words* stage, int group, int part) {
 #pragma unroll
   for (int upper = 0; upper < 2; ++upper) {
 #pragma unroll
     for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-      copy_async(stage + 32 * (upper * CHUNKS + chunk), base + (group + 8 * upper) * stride + 32 * chunk + 8 * part);
+      keys.of[upper][chunk] = stage[key_place(group + 8 * upper, 4 * chunk + part)];
     }
   }
+}
+
+__device__ inline void take(Values& values, const Words* stage, int group, int part) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const int token = 2 * part + i % 2 + 8 * (i / 2);
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) {
-      copy_async(stage + 32 * (KEY_PIECES + i * HALVES + half),
-                 base + (PAGE + token) * stride + 64 * half + 8 * group);
+      values.of[i][half] = stage[value_place(2 * part + i % 2 + 8 * (i / 2), 8 * half + group)];
     }
-  }
-}
-
-__device__ inline void take(Keys& keys, const Words* stage) {
-#pragma unroll
-  for (int piece = 0; piece < KEY_PIECES; ++piece) keys.of[piece / CHUNKS][piece % CHUNKS] = stage[32 * piece];
-}
-
-__device__ inline void take(Values& values, const Words* stage) {
-#pragma unroll
-  for (int piece = 0; piece < VALUE_PIECES; ++piece) {
-    values.of[piece / HALVES][piece % HALVES] = stage[32 * (KEY_PIECES + piece)];
   }
 }
 
@@ -223,6 +229,7 @@ struct Meeting {  // where a block's warps, then a row's items, merge
   float shares[MOST_SPLITS][GROUP];
   bool is_last;
 };
+static_assert(sizeof(Meeting) <= WARPS * STAGES * STAGE_WORDS * sizeof(Words));
 
 __device__ inline void leave(Meeting& meeting, const Running& running, int warp, int group, int part) {
   const float sum = sum_lanes<1, 2>(running.sum);
@@ -339,7 +346,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     decode_attention(const u16* q, const u16* kv, const int* slots, const int* positions, const int* page_table,
                      const Item* items, const int* count, u16* out, float* partial_output, Pair* partial_weight,
                      u32* arrivals, int q_stride, int table_width, float scale) {
-  __shared__ Meeting meeting;
+  Meeting& meeting = *shared_memory<Meeting>();  // in the place of the rings, once all warps are done with them
   const int kv_heads = gridDim.y, kv_head = blockIdx.y;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int group = lane / 4, part = lane % 4;
@@ -349,7 +356,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
   const int* const table = page_table + static_cast<u64>(exists ? slots[item.row] : 0) * table_width + item.first_page;
   const int length = positions[item.row] + 1 - item.first_page * PAGE;  // of the context, from the item's first page on
   const u16* const head = kv + kv_head * HEAD_DIM;
-  Words* const ring = shared_memory<Words>() + warp * (STAGES * STAGE_WORDS) + lane;
+  Words* const ring = shared_memory<Words>() + warp * (STAGES * STAGE_WORDS);
   const int turns = (item.pages - warp + WARPS - 1) / WARPS;  // pages of this warp
 
   // Every turn commits one group of copies, empty where there is no page. Pages were written by earlier steps, save the
@@ -358,7 +365,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
   const auto look_up = [&](int turn) { return turn < turns ? table[warp + turn * WARPS] : 0; };
   const auto request_turn = [&](int turn) {
     if (turn < turns) {
-      request(ring + turn % STAGES * STAGE_WORDS, head + entry * (2 * PAGE * stride), stride, group, part);
+      request(ring + turn % STAGES * STAGE_WORDS, head + entry * (2 * PAGE * stride), stride, lane);
     }
     commit_copies();
     entry = look_up(turn + 1);
@@ -382,18 +389,20 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
   for (int turn = 0; turn < turns; ++turn) {
     const int tokens = length - (warp + turn * WARPS) * PAGE;
     const Words* const stage = ring + turn % STAGES * STAGE_WORDS;
+    wait_for_copies<STAGES - 2>();
+    __syncwarp();  // the page is there for every lane, and every lane has left the stage that is filled next
     request_turn(requested++);
-    wait_for_copies<STAGES - 1>();
     Keys keys;
-    take(keys, stage);
+    take(keys, stage, group, part);
     float s[4];
     score(query, keys, scale, part, tokens, s);
     weigh(running, s, part);
     Values values;
-    take(values, stage);
+    take(values, stage, group, part);
     if (tokens < PAGE) blank(values, part, tokens);
     accumulate(running, values, s);
   }
+  __syncthreads();
   leave(meeting, running, warp, group, part);
   __syncthreads();
 

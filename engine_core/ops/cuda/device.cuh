@@ -56,8 +56,8 @@ __device__ inline Words load_words(const void* p) {
   return r;
 }
 
-// 16 bytes to shared memory, not waited for. What a thread has copied becomes readable to that thread alone by
-// wait_for_copies<N>(), which leaves the N groups committed last in flight.
+// 16 bytes to shared memory, not waited for. What a thread has copied becomes readable to that thread by
+// wait_for_copies<N>(), which leaves the N groups committed last in flight; to others by a barrier after that.
 __device__ inline void copy_async(Words* to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
                :
