@@ -221,7 +221,9 @@ async def _first(*waits: Awaitable[object]) -> int:
 def _template(folder: str, tokenizer: Tokenizer) -> ChatTemplate | None:
     """The model's chat template; a model without one serves completions alone."""
     try:
-        return ChatTemplate.load(folder, tokenizer.named_tokens)
+        template = ChatTemplate.load(folder, tokenizer.named_tokens)
+        template.prepare()
+        return template
     except ConfigError as error:
         logger.warning("chats can't be served: %s", error)
         return None

@@ -52,7 +52,11 @@ class Serving:
         """pid → role of every process of this server, parents first."""
         names = {pid: name for name, pid in self.ready["pids"].items()} | {self.process.pid: "supervisor"}
         tree = process_tree(self.process.pid)
-        return {pid: names.get(pid) or f"worker of the {names.get(parent, parent)}" for pid, parent in tree}
+        return {pid: names.get(pid) or _child_of(names.get(parent, str(parent))) for pid, parent in tree}
+
+
+def _child_of(parent: str) -> str:
+    return f"{'templates' if parent.startswith('frontend') else 'worker'} of the {parent}"
 
 
 def start(model: Path | str, log: Path, flags: Sequence[str] = ()) -> Serving:

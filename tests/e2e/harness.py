@@ -122,7 +122,13 @@ class Server:
 
 def role(command: list[str]) -> str:
     """What a process of ours does, by its command line."""
-    for module, name in (("frontend", "frontend"), ("engine", "engine"), ("worker", "worker")):
+    roles = (
+        ("frontend", "frontend"),
+        ("engine", "engine"),
+        ("worker", "worker"),
+        ("frontend.template_child", "templates"),
+    )
+    for module, name in roles:
         if module in command[:6]:
             return name
     return " ".join(command)

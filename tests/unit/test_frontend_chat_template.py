@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
-import sys
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from frontend import chat_template as module
+from frontend import template_process
 from frontend.chat_template import RESERVED, ChatTemplate
 from frontend.config import ConfigError
 from frontend.request import ApiError, Code
@@ -150,48 +151,105 @@ async def test_what_a_template_refuses_or_may_not_do(source: str, says: str) -> 
     assert says in refused.value.message
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "{% for i in range(99999) %}{% for j in range(9999) %}{{ 'some text' }}{% endfor %}{% endfor %}",
-        "{% macro again(n) %}{{ again(n + 1) }}{{ again(n + 1) }}{% endmacro %}{{ again(0) }}",
-        "{{ 'a' * 10**9 }}",
-        "{{ 10**9 * 'a' }}",
-        "{{ ([1] * 10**5) * 10**5 }}",
-        "{{ 9**9**9 }}",
-        "{% set ns = namespace(t='a' * 1000000) %}{% for i in range(30) %}{{ ns.t }}{% endfor %}",
-    ],
-)
+NESTED = "{% set ns = namespace(a=[1], b=[1]) %}{% for i in range(40) %}"
+
+RUNAWAYS = [
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{% for i in range(99999) %}{% for j in range(9999) %}{{ 'some text' }}{% endfor %}{% endfor %}",
+    "{% macro again(n) %}{{ again(n + 1) }}{{ again(n + 1) }}{% endmacro %}{{ again(0) }}",
+    "{{ 'a' * 10**9 }}",
+    "{{ 10**9 * 'a' }}",
+    "{{ ([1] * 10**5) * 10**5 }}",
+    "{{ 9**(9**9) }}",
+    "{% set ns = namespace(t='a' * 1000000) %}{% for i in range(30) %}{{ ns.t }}{% endfor %}",
+    "{% set ns = namespace(t='ab') %}{% for i in range(40) %}{% set ns.t = ns.t + ns.t %}{% endfor %}",
+    "{% set ns = namespace(t='ab') %}{% for i in range(40) %}{% set ns.t = ns.t ~ ns.t %}{% endfor %}",
+    "{% set ns = namespace(n=7) %}{% for i in range(40) %}{% set ns.n = ns.n * ns.n %}{% endfor %}",
+    "{{ '%999999999999d' % 1 }}",
+    "{{ '{:>99999999999}'.format(1) }}",
+    "{{ 'a'.ljust(10**11) }}",
+    "{{ 'a'|center(10**11) }}",
+    "{{ 'a'|center(99999999999) }}",
+    "{{ ('a\n' * 10000)|indent(10**8) }}",
+    "{{ '%99999999999d'|format(1) }}",
+    "{{ [1]|batch(10**11, 0)|list }}",
+    "{{ [1]|slice(10**11)|list|length }}",
+    "{{ 1.5|round(10**10, 'ceil') }}",
+    "{{ lipsum(n=10**7) }}",
+    "{{ ('a' * 10000)|wordwrap(1, wrapstring='b' * 1000000) }}",
+    NESTED + "{% set ns.a = [ns.a, ns.a] %}{% set ns.b = [ns.b, ns.b] %}{% endfor %}{{ ns.a == ns.b }}",
+    NESTED + "{% set ns.a = [ns.a, ns.a] %}{% endfor %}{{ ns.a|tojson }}",
+]
+
+
+@pytest.mark.parametrize("source", RUNAWAYS)
 async def test_a_runaway_template_ends(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red if a template can run, write or allocate without bound; the event loop goes on meanwhile."""
-    monkeypatch.setattr(module, "MAX_TEMPLATE_LINES", 200_000)
-    template = ChatTemplate(source, {})
+    """Red if a template can run, write or allocate without bound."""
+    monkeypatch.setattr(template_process, "RENDER_S", 0.5)
     with pytest.raises(ApiError) as refused:
-        await template.render(MESSAGES)
+        await ChatTemplate(source, {}).render(MESSAGES)
     assert refused.value.code is Code.INVALID_ARGUMENT
 
 
-async def test_the_event_loop_runs_while_a_template_does() -> None:
-    """Red if rendering happens on the event loop's thread."""
-    template = ChatTemplate("{% for i in range(99999) %}{% for j in range(99) %}{% endfor %}{% endfor %}", {})
-    rendering = asyncio.create_task(template.render(MESSAGES))
+async def test_the_chat_after_a_runaway_is_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if the child that was killed, or ran out of memory, isn't replaced."""
+    hostile = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    template = ChatTemplate("{% if messages[0].run %}" + hostile + "{% endif %}{{ 'a' * messages[0].size }}", {})
+    assert await template.render([{"size": 1}]) == "a"
+    monkeypatch.setattr(template_process, "RENDER_S", 0.5)
+    with pytest.raises(ApiError, match=r"longer than 0\.5 s"):
+        await template.render([{"run": True}])
+    monkeypatch.undo()
+    with pytest.raises(ApiError, match="MemoryError"):
+        await template.render([{"size": 10**12}])
+    assert await template.render([{"size": 2}]) == "aa"
+
+
+async def test_the_event_loop_runs_while_a_template_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if a built-in call of a template holds this process's interpreter."""
+    monkeypatch.setattr(template_process, "RENDER_S", 0.5)
+    rendering = asyncio.create_task(ChatTemplate(RUNAWAYS[-2], {}).render(MESSAGES))
     turns = 0
     while not rendering.done():
         await asyncio.sleep(0)
         turns += 1
-    assert turns > 10
+    assert turns > 100
     with pytest.raises(ApiError):
         await rendering
 
 
-def test_the_threads_trace_function_is_restored() -> None:
-    """Red if a rendering leaves its line counter on a pooled thread, slowing and ending what runs there next."""
-    template = ChatTemplate("{{ raise_exception('x') }}", {})
-    before = sys.gettrace()
-    with pytest.raises(ApiError):
-        asyncio.run(template.render(MESSAGES))
-    assert sys.gettrace() is before
+async def test_a_rendering_that_nobody_waits_for_disturbs_no_other() -> None:
+    """Red if a cancelled chat leaves its answer behind for the next one."""
+    template = ChatTemplate("{% for i in range(20000) %}{% endfor %}{{ messages[0].content }}", {})
+    for turn in range(5):
+        given_up = asyncio.create_task(template.render([{"content": f"given up {turn}"}]))
+        await asyncio.sleep(0.002)
+        given_up.cancel()
+        chats = [template.render([{"content": f"{turn}.{chat}"}]) for chat in range(3)]
+        assert await asyncio.gather(*chats) == [f"{turn}.{chat}" for chat in range(3)]
+
+
+async def test_the_process_goes_with_its_template() -> None:
+    """Red if replaced or dropped templates leave processes behind, or one outlives the deadline's kill."""
+    before = set(psutil.Process().children())
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    assert await template.render([{"content": "x"}]) == "x"
+    (child,) = set(psutil.Process().children()) - before
+    child.kill()
+    child.wait(10)
+    with pytest.raises(ApiError, match="ended"):
+        await template.render([{"content": "y"}])
+    assert await template.render([{"content": "z"}]) == "z"
+    del template
+    gc.collect()
+    assert set(psutil.Process().children()) <= before
+
+
+@pytest.mark.parametrize("source", ["{{ 1|unheard_of }}", "{{ 1 is unheard_of }}"])
+def test_unknown_names_are_refused_at_start_and_nothing_is_computed(source: str) -> None:
+    """Red if a template that can't be rendered waits for the first chat, or its constants are computed here."""
+    with pytest.raises(ConfigError, match="unheard_of"):
+        ChatTemplate("{{ '%999999999999d' % 1 }}{{ 'a'|center(99999999999) }}" + source, {})
 
 
 @pytest.mark.parametrize("messages", [[], [{}] * 65_537])
