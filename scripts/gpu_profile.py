@@ -32,14 +32,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this file is run
 
 from engine_core.config import WorkerConfig
 from engine_core.device.fail_stop import Unbounded
-from engine_core.step import PrefillChunk, RowSampling, RowStart, StepPlan, StepResult
+from engine_core.step import MOST_PRIMARY_TOKENS, PrefillChunk, RowSampling, RowStart, StepPlan, StepResult
 from engine_core.worker.runner import Runner
 from engine_core.worker.worker import build_runner, device_opener
 from scripts.bench import make_shape
 from scripts.gpu_kernels import machine
 
 CASES = [
-    *("decode:1", "decode:16", "decode:64", "prefill:1024", "prefill:2048", "prefill:4096"),
+    *("decode:1", "decode:16", "decode:64", "prefill:1024", "prefill:2048"),
     *("mixed:16+256", "mixed:64+256", "mixed:64+512", "lane:16+4096", "lane:64+4096"),
 ]
 PAGE, CONTEXT, ROWS = 16, 1024, 64
@@ -130,7 +130,7 @@ def run(case: str, feed: Feed, budget: int) -> Callable[[int], None]:
     decode = list(range(int(rows or 0)))
     feed.pages = 0
     if decode:
-        feed.prefill(decode, CONTEXT, budget)
+        feed.prefill(decode, CONTEXT, min(budget, MOST_PRIMARY_TOKENS))
     length = int(tokens or 0)
     spare = ROWS
 
