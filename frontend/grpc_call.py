@@ -10,8 +10,10 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import grpc.aio
+
 from frontend.api_errors import STATUS_DETAILS_KEY, grpc_details, grpc_status, unexpected, where
-from frontend.request import ApiError
+from frontend.request import ApiError, Code
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,9 @@ def with_status(method: Method) -> Method:
     async def call(service: Any, request: Any, context: Any) -> Any:
         try:
             return await method(service, request, context)
+        except grpc.aio.InternalError as error:  # a write was under way when the client left, or it left before it
+            logger.debug("%s: the client has gone (%s)", method.__qualname__, where(error))
+            failed = ApiError(Code.CANCELLED, "the client has gone")
         except ApiError as error:
             failed = error
         except Exception as error:  # whatever it is, the client gets a status and the server lives

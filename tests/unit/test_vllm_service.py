@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import io
+import logging
 import os
 import shutil
 import socket
@@ -243,6 +244,24 @@ async def test_an_abort_that_reaches_another_frontend() -> None:
         sites[1].script.answers[0].release()
         assert (await call.read()).complete.finish_reason == "abort"
         assert sites[1].metrics.open_requests == 0
+
+
+async def test_client_gone_in_a_blocked_write(front: Scripted, caplog: pytest.LogCaptureFixture) -> None:
+    """Red if a client that leaves while it isn't reading is taken for a failure of the server, or its request stays."""
+    front.site.script.steps = [[Delta(0, "x", [1234] * 5000)]] * 4000
+    call = front.generate(text="x")
+    await call.read()
+    written = -1
+    while written != front.site.metrics.output_tokens:  # until no write ends any more
+        written = front.site.metrics.output_tokens
+        await asyncio.sleep(0.2)
+    assert written < 5000 * 4000
+    with caplog.at_level(logging.INFO):
+        call.cancel()
+        await until(lambda: front.site.metrics.open_requests == 0)
+        await asyncio.sleep(0.05)
+    assert caplog.records == []
+    assert front.site.script.answers[0].closed == 1
 
 
 async def test_closed_from_outside(front: Scripted) -> None:
