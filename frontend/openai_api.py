@@ -35,6 +35,9 @@ from frontend.serving import OpenRequest, Served
 CHAT_NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}
 """What the engine core blames → what a chat calls it."""
 
+TURN = 16
+"""Requests of one call that are begun before the event loop serves others (some ms)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Asked:
@@ -72,7 +75,10 @@ class OpenAiApi:
         await exchange.unless_gone(self._complete(exchange, body))
 
     async def _complete(self, exchange: Exchange, body: CompletionBody) -> None:
-        prompts = [await self._prompt(body, prompt) for prompt in body.prompts]
+        prompts: list[Prompt] = []
+        for prompt in body.prompts:
+            prompts.append(await self._prompt(body, prompt))
+            await asyncio.sleep(0)  # other streams' events don't wait for a thousand prompts
         head = self._head("cmpl-", "text_completion")
         async with self._ask(head.id, body.options, prompts) as asked:
             if body.options.stream:
@@ -245,6 +251,8 @@ class OpenAiApi:
             for prompt in prompts:
                 request = self._served.start(_text_request(label, options, prompt))
                 asked.append(Asked(prompt, await stack.enter_async_context(request)))
+                if len(asked) % TURN == 0:
+                    await asyncio.sleep(0)
             await _all([one.request.accepted() for one in asked])
             yield asked
 
@@ -280,11 +288,18 @@ async def _all(works: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
     """Run them together; the first failure ends the others and is raised by itself."""
     if len(works) == 1:
         return [await works[0]]
+    tasks: list[asyncio.Task[Any]] = []
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(work) for work in works]
+            for work in works:
+                tasks.append(group.create_task(work))
+                if len(tasks) % TURN == 0:
+                    await asyncio.sleep(0)
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
+    finally:
+        for work in works[len(tasks) :]:
+            work.close()
     return [task.result() for task in tasks]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from frontend.openai_api import TURN
 from frontend.request import ApiError, Code, Delta, TokenLogprob, TopLogprob
 from tests.unit.scripted_answers import THINKING_TEMPLATE, Site, until, words
 
@@ -352,6 +353,32 @@ async def test_failure_in_a_stream(site: Site) -> None:
         assert last["error"]["type"] == "service_unavailable_error"
     async with site.client() as client:
         assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 503
+
+
+@pytest.mark.parametrize("prompts", [["x"] * 512, [[5]] * 512])
+async def test_many_prompts_leave_room_for_others(site: Site, prompts: list[Any]) -> None:
+    """Red if the prompts of one body are tokenized, asked or answered without a turn of the event loop in between."""
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    counting = asyncio.create_task(count())
+    await post(site, "/v1/completions", {"prompt": prompts})
+    counting.cancel()
+    assert turns >= len(prompts) + 3 * len(prompts) // TURN, "by prompt, then asked, accepted and read by TURN of them"
+
+
+async def test_one_of_many_prompts_fails_while_others_are_still_to_begin(site: Site) -> None:
+    """Red if what wasn't begun when a prompt failed is begun afterwards, or left behind."""
+    site.script.next_steps = [[ApiError(Code.INTERNAL, "this one failed")], *([[None]] * (3 * TURN))]
+    async with site.client() as client:
+        response = await client.post("/v1/completions", json={"prompt": ["x"] * (3 * TURN)})
+    assert (response.status_code, response.json()["error"]["message"]) == (500, "this one failed")
+    assert {answer.closed for answer in site.script.answers} == {1}
 
 
 async def test_one_of_several_prompts_fails(site: Site) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 from typing import Any
 
@@ -297,3 +299,17 @@ def test_tokenize_and_detokenize_bodies() -> None:
     assert parse_detokenize({"tokens": [1, 2]}).ids == [1, 2]
     assert refused(parse_detokenize, {}).parameter == "tokens"
     assert refused(parse_detokenize, {"tokens": [1.5]}).parameter == "tokens[0]"
+
+
+@pytest.mark.parametrize("body", [b'{"prompt": [' + b"[5]," * 200_000 + b"[5]]}", b'{"prompt": [' + b"[5]," * 200_000])
+def test_large_bodies_are_decoded_without_collecting(body: bytes) -> None:
+    """Red if the garbage collector visits a body's lists while they arrive, or stays off afterwards."""
+
+    def collections() -> int:
+        return sum(generation["collections"] for generation in gc.get_stats())
+
+    before = collections()
+    with contextlib.suppress(ApiError):
+        decode_object(body)
+    assert collections() - before <= 1
+    assert gc.isenabled()
