@@ -85,7 +85,11 @@ def parser() -> argparse.ArgumentParser:
         )
 
     add("model", str, "folder with tokenizer.json, or a repository id")
-    add("engine_address", str, "unix:/path or host:port of the engine core")
+    add(
+        "engine_address",
+        str,
+        "unix:/path or host:port of the engine core; of several, separated by commas",
+    )
     out.add_argument(
         "--served-model-name",
         action="extend",
@@ -173,16 +177,19 @@ def _check_ports(ports: Mapping[str, int | None]) -> None:
 
 def _check_engine(config: FrontendConfig) -> None:
     """Where the engine core is, and what is shown to it."""
-    address = config.engine_address
-    place = split_address(address)
-    if not address.startswith("unix:/") and (place is None or place[0] == "unix" or place[1] == 0):
-        raise ConfigError(f"--engine-address is {address!r}; it must be unix:/path or host:port")
+    addresses = config.engine_address.split(",")
+    for address in addresses:
+        place = split_address(address)
+        if not address.startswith("unix:/") and (place is None or place[0] == "unix" or place[1] == 0):
+            raise ConfigError(f"--engine-address is {address!r}; it must be unix:/path or host:port")
+    if len(set(addresses)) < len(addresses):
+        raise ConfigError("--engine-address names an engine core twice")
     if (config.engine_tls_keyfile is None) != (config.engine_tls_certfile is None):
         raise ConfigError("--engine-tls-certfile and --engine-tls-keyfile go together")
     if config.engine_tls_certfile is not None and config.engine_tls_ca_certs is None:
         raise ConfigError("--engine-tls-certfile needs --engine-tls-ca-certs too")
     guards = (config.engine_tls_ca_certs, config.engine_api_key_file)
-    if address.startswith("unix:") and guards != (None, None):
+    if any(address.startswith("unix:") for address in addresses) and guards != (None, None):
         raise ConfigError("--engine-tls-… and --engine-api-key-file go with --engine-address host:port")
 
 

@@ -46,7 +46,7 @@ class FrontendConfig:
     model: str
     """A folder with tokenizer.json, or a repository id that huggingface-hub has or may fetch."""
     engine_address: str
-    """`unix:/path` or `host:port` of the engine core's gRPC server."""
+    """`unix:/path` or `host:port` of the engine core's gRPC server; several are separated by commas."""
     served_model_name: tuple[str, ...] = ()
     """Names that requests may use; default: the model as given. The first is the one reported."""
     host: str = "127.0.0.1"

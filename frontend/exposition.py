@@ -1,12 +1,13 @@
 """Prometheus text: the figures of all frontends of a server, and the engine core's, under their names.
 
 Owns the names (`greenlane_…`, units in the name) and the help texts. A frontend's series bear its place as the label
-`frontend`, so that each has resets of its own; the engine core's stand once, whichever frontend is scraped.
+`frontend`, an engine core's the label `engine` likewise, so that each has resets of its own; engine cores stand there
+once, whichever frontend is scraped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from greenlane.engine.v1 import engine_pb2
 from prometheus_client import CollectorRegistry, generate_latest
@@ -33,7 +34,8 @@ ENGINE_COUNTERS = {
     "rows_discarded": "Rows computed behind a stop that was found late",
 }
 """Fields of greenlane.engine.v1.Counters, each a metric of its own."""
-ENGINE_LABELLED = {
+Labelled = dict[str, tuple[str, str | None, dict[str, str]]]
+ENGINE_LABELLED: Labelled = {
     "sequences_finished": (
         "Sequences that ended, by outcome: eos or a stop id, max_tokens or a full context, their client, a failure",
         "outcome",
@@ -51,7 +53,7 @@ ENGINE_LABELLED = {
     ),
 }
 """Name, help, label, and the field behind each of the label's values."""
-ENGINE_TIMES = {
+ENGINE_TIMES: Labelled = {
     "queue_wait_seconds": ("Time in the queue of the sequences that were started", None, {"": "queue_wait_us"}),
     "lane_busy_seconds": (
         "Time that lanes computed: the primary one forwards, the other prefill batches",
@@ -86,12 +88,14 @@ LATENCIES: dict[str, tuple[str, Callable[[Figures], Observed]]] = {
 }
 Frontends = Mapping[int, Figures | None]
 """By place; None: that frontend didn't answer."""
+Engines = Sequence[engine_pb2.GetStatsResponse | None]
+"""What GetStats of each core answered just now, in the order of --engine-address; None: it couldn't be reached."""
 
 
-def render(frontends: Frontends, engine: engine_pb2.GetStatsResponse | None) -> bytes:
-    """Prometheus text. `engine` is what GetStats answered just now; None: it couldn't be reached."""
+def render(frontends: Frontends, engines: Engines) -> bytes:
+    """Prometheus text."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Fixed([*_of_frontends(frontends), *_of_engine(engine)]))
+    registry.register(_Fixed([*_of_frontends(frontends), *_of_engines(engines)]))
     return generate_latest(registry)
 
 
@@ -148,20 +152,30 @@ def buckets(observed: Observed) -> list[tuple[str, float]]:
     return out
 
 
-def _of_engine(stats: engine_pb2.GetStatsResponse | None) -> Iterable[Metric]:
-    yield GaugeMetricFamily(
-        "greenlane_engine_up", "Whether the engine core answered this scrape", 0.0 if stats is None else 1.0
-    )
-    if stats is None:
-        return
-    yield GaugeMetricFamily("greenlane_engine_uptime_seconds", "Since the engine core started", stats.uptime_s)
+def _of_engines(engines: Engines) -> Iterable[Metric]:
+    up = GaugeMetricFamily("greenlane_engine_up", "Whether the engine core answered this scrape", labels=["engine"])
+    answered: dict[str, engine_pb2.GetStatsResponse] = {}
+    for place, told in enumerate(engines, 1):
+        up.add_metric([str(place)], float(told is not None))
+        if told is not None:
+            answered[str(place)] = told
+    yield up
+    uptime = GaugeMetricFamily("greenlane_engine_uptime_seconds", "Since the engine core started", labels=["engine"])
+    for number, stats in answered.items():
+        uptime.add_metric([number], stats.uptime_s)
+    yield uptime
     for name, text in ENGINE_GAUGES.items():
-        yield GaugeMetricFamily(f"greenlane_engine_{name}", text, float(getattr(stats.gauges, name)))
-    for name, text in ENGINE_COUNTERS.items():
-        yield CounterMetricFamily(f"greenlane_engine_{name}", text, float(getattr(stats.counters, name)))
-    for table, unit in ((ENGINE_LABELLED, 1.0), (ENGINE_TIMES, MICRO)):
+        gauge = GaugeMetricFamily(f"greenlane_engine_{name}", text, labels=["engine"])
+        for number, stats in answered.items():
+            gauge.add_metric([number], float(getattr(stats.gauges, name)))
+        yield gauge
+    plain: Labelled = {name: (text, None, {"": name}) for name, text in ENGINE_COUNTERS.items()}
+    for table, unit in ((plain, 1.0), (ENGINE_LABELLED, 1.0), (ENGINE_TIMES, MICRO)):
         for name, (text, label, fields) in table.items():
-            family = CounterMetricFamily(f"greenlane_engine_{name}", text, labels=[label] if label else [])
-            for value, field in fields.items():
-                family.add_metric([value] if label else [], unit * getattr(stats.counters, field))
-            yield family
+            bears = ["engine", label] if label else ["engine"]
+            counter = CounterMetricFamily(f"greenlane_engine_{name}", text, labels=bears)
+            for number, stats in answered.items():
+                for value, field in fields.items():
+                    labels = [number, value] if label else [number]
+                    counter.add_metric(labels, unit * getattr(stats.counters, field))
+            yield counter

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import asyncio
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from greenlane.engine.v1 import engine_pb2 as pb
 
-from frontend.engine_client import EngineClient
 from frontend.request import (
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
@@ -39,7 +38,17 @@ INLINE_LOGPROBS = 2048
 """Prompt logprobs, alternatives counted, that are converted on the event loop (some ms); more in a worker thread."""
 
 
-def generate(client: EngineClient, tokenizer: Tokenizer, request: TextRequest) -> Generation:
+class Requests(Protocol):
+    """The way into an engine core (`engine_client.EngineClient`, `engine_group.EngineGroup`)."""
+
+    async def submit(self, request: TextRequest) -> RequestStream: ...
+
+    def abort(self, stream: RequestStream) -> None: ...
+
+    def abort_sequence(self, sequence: Sequence) -> None: ...
+
+
+def generate(client: Requests, tokenizer: Tokenizer, request: TextRequest) -> Generation:
     """The answer to a request; nothing is sent before `accepted()` or the iteration.
 
     Raises ApiError (INVALID_ARGUMENT) for stop strings that can't be served.
@@ -57,7 +66,7 @@ class Generation:
     before was yielded.
     """
 
-    def __init__(self, client: EngineClient, tokenizer: Tokenizer, request: TextRequest) -> None:
+    def __init__(self, client: Requests, tokenizer: Tokenizer, request: TextRequest) -> None:
         self._client = client
         self._tokenizer = tokenizer
         self._request = request

@@ -26,6 +26,7 @@ from frontend import listeners
 from frontend.chat_template import ChatTemplate
 from frontend.config import ConfigError, FrontendConfig, Supervision
 from frontend.engine_client import EngineClient
+from frontend.engine_group import EngineGroup
 from frontend.generate import generate
 from frontend.guards import OPEN_PATHS, Guards
 from frontend.health import HealthService
@@ -117,11 +118,16 @@ class Signals:
 
 async def _serve(config: FrontendConfig, guards: Guards, model: Model, supervision: Supervision) -> int:
     signals = Signals()
-    client = EngineClient(
-        config.engine_address,
-        engine_timeout=config.engine_timeout,
-        connect=guards.connect,
-        metadata=guards.engine_metadata,
+    client = EngineGroup(
+        [
+            EngineClient(
+                address,
+                engine_timeout=config.engine_timeout,
+                connect=guards.connect,
+                metadata=guards.engine_metadata,
+            )
+            for address in config.engine_address.split(",")
+        ]
     )
     health = HealthService(SERVICE, *(() if model.files is None else (VLLM_SERVICE,)))
     served = Served(
@@ -194,7 +200,7 @@ def _application(served: Served, peers: Peers, config: FrontendConfig, guards: G
 
 
 async def _drain(
-    served: Served, health: HealthService, client: EngineClient, signals: Signals, drain_timeout: float
+    served: Served, health: HealthService, client: EngineGroup, signals: Signals, drain_timeout: float
 ) -> None:
     """Refuse new requests, let the open ones finish, cut off what is left and let it say so."""
     served.drain()
@@ -229,7 +235,7 @@ def _template(folder: str, tokenizer: Tokenizer) -> ChatTemplate | None:
         return None
 
 
-def _check_vocabulary(client: EngineClient, tokenizer: Tokenizer) -> None:
+def _check_vocabulary(client: EngineGroup, tokenizer: Tokenizer) -> None:
     """Raise ConfigError for a tokenizer whose ids the engine core's model doesn't have."""
     info = client.info
     if info is not None and tokenizer.vocab_size > info.vocab_size:

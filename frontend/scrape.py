@@ -28,7 +28,7 @@ class Scrape:
 
     async def text(self) -> bytes:
         """Prometheus text."""
-        stats, others = await asyncio.gather(self._served.engine_stats(), self._peers.ask(FIGURES))
+        stats, others = await asyncio.gather(self._served.each_stats(), self._peers.ask(FIGURES))
         figures: dict[int, Figures | None] = {place: _read(answer) for place, answer in others.items()}
         figures[self._peers.place.number] = self._served.figures()
         return render(figures, stats)

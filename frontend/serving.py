@@ -18,6 +18,7 @@ from greenlane.engine.v1 import engine_pb2
 
 from frontend.chat_template import ChatTemplate
 from frontend.engine_client import ClientState
+from frontend.engine_group import added_up
 from frontend.metrics import Figures, Metrics
 from frontend.reasoning import template_thinks
 from frontend.request import ApiError, ChatPrompt, Code, Delta, TextRequest, TokenLogprob, Usage
@@ -26,7 +27,6 @@ from frontend.tokenizer import Tokenizer
 INLINE_IDS = 4096
 """Longer lists of ids are decoded in a worker thread."""
 DRAIN_RETRY_S = 5.0
-STATS_TIMEOUT_S = 2.0
 
 
 class Health(enum.Enum):
@@ -69,20 +69,24 @@ class Answer(Protocol):
 
 
 class Engine(Protocol):
-    """What the edges ask of the engine core beyond requests (`engine_client.EngineClient`)."""
+    """What the edges ask of the engine cores beyond requests (`engine_group.EngineGroup`)."""
 
     state: ClientState
     info: engine_pb2.GetInfoResponse | None
-    fail_stops: int
-    sessions_lost: int
 
-    async def get_stats(self) -> engine_pb2.GetStatsResponse: ...
+    @property
+    def fail_stops(self) -> int: ...
+
+    @property
+    def sessions_lost(self) -> int: ...
+
+    async def each_stats(self) -> list[engine_pb2.GetStatsResponse | None]: ...
 
     async def flush_cache(self) -> int: ...
 
 
 class Served:
-    """One model behind one engine core."""
+    """One model behind one or several engine cores."""
 
     def __init__(
         self,
@@ -146,11 +150,12 @@ class Served:
         return self.metrics.figures(self._engine.fail_stops, self._engine.sessions_lost)
 
     async def engine_stats(self) -> engine_pb2.GetStatsResponse | None:
-        """Fresh figures of the engine core, None if it doesn't answer in time."""
-        try:
-            return await asyncio.wait_for(self._engine.get_stats(), STATS_TIMEOUT_S)
-        except (ApiError, TimeoutError):
-            return None
+        """Fresh figures of all engine cores together, None if none answers in time."""
+        return added_up(await self.each_stats())
+
+    async def each_stats(self) -> list[engine_pb2.GetStatsResponse | None]:
+        """Fresh figures of each engine core, None where one doesn't answer in time."""
+        return await self._engine.each_stats()
 
     async def flush_cache(self) -> int:
         """Drop what the prefix cache keeps and no request refers to; the pages dropped. Raises ApiError."""

@@ -130,10 +130,8 @@ class QuietEngine:
         self.stats = pb.GetStatsResponse(uptime_s=5.0)
         self.failure: ApiError | None = None
 
-    async def get_stats(self) -> pb.GetStatsResponse:
-        if self.failure is not None:
-            raise self.failure
-        return self.stats
+    async def each_stats(self) -> list[pb.GetStatsResponse | None]:
+        return [None if self.failure is not None else self.stats]
 
     async def flush_cache(self) -> int:
         raise NotImplementedError

@@ -19,7 +19,7 @@ DASHBOARD = Path(__file__).resolve().parents[2] / "docs" / "grafana.json"
 def exposed() -> dict[str, set[str]]:
     """Label names of every sample that a scrape gives, by its name."""
     out: dict[str, set[str]] = {}
-    for family in text_string_to_metric_families(render({1: Metrics().figures()}, pb.GetStatsResponse()).decode()):
+    for family in text_string_to_metric_families(render({1: Metrics().figures()}, [pb.GetStatsResponse()]).decode()):
         for sample in family.samples:
             out.setdefault(sample.name, set()).update(sample.labels)
     return out

@@ -16,12 +16,12 @@ from tests.unit.scripted_answers import Site, words
 
 ENDS = ("stop", "length", "abort", "error")
 LABELLED = {
-    **{f"finished_{end}": f"greenlane_engine_sequences_finished_total {end}" for end in ENDS},
-    **{f"steps_{kind}": f"greenlane_engine_steps_total {kind}" for kind in ("decode", "prefill", "mixed", "empty")},
-    **{f"prefills_{way}": f"greenlane_engine_prefills_total {way}" for way in ("alone", "mixed", "lane")},
-    "queue_wait_us": "greenlane_engine_queue_wait_seconds_total",
-    "primary_busy_us": "greenlane_engine_lane_busy_seconds_total primary",
-    "prefill_busy_us": "greenlane_engine_lane_busy_seconds_total prefill",
+    **{f"finished_{end}": f"greenlane_engine_sequences_finished_total 1 {end}" for end in ENDS},
+    **{f"steps_{kind}": f"greenlane_engine_steps_total 1 {kind}" for kind in ("decode", "prefill", "mixed", "empty")},
+    **{f"prefills_{way}": f"greenlane_engine_prefills_total 1 {way}" for way in ("alone", "mixed", "lane")},
+    "queue_wait_us": "greenlane_engine_queue_wait_seconds_total 1",
+    "primary_busy_us": "greenlane_engine_lane_busy_seconds_total 1 primary",
+    "prefill_busy_us": "greenlane_engine_lane_busy_seconds_total 1 prefill",
 }
 """Counters of GetStats that share a metric, or have another unit. `steps` has none: its kinds add up to it."""
 
@@ -51,25 +51,25 @@ def test_every_engine_figure_is_shown() -> None:
     for group, base in groups:
         for number, field in enumerate(group.DESCRIPTOR.fields, 1):
             setattr(group, field.name, base + number)
-    found = samples(render({}, stats))
+    found = samples(render({}, [stats]))
     fields: list[Any] = [*stats.gauges.DESCRIPTOR.fields]
-    expected: dict[str, Any] = {f"greenlane_engine_{field.name}": at for at, field in enumerate(fields, 1)}
+    expected: dict[str, Any] = {f"greenlane_engine_{field.name} 1": at for at, field in enumerate(fields, 1)}
     fields = [*stats.counters.DESCRIPTOR.fields]
     unlabelled = {field.name: at for at, field in enumerate(fields, 1001)}
     for name, metric in LABELLED.items():
         unit = 1e-6 if name.endswith("_us") else 1.0
         expected[metric] = pytest.approx(unit * unlabelled.pop(name))
-    expected |= {f"greenlane_engine_{name}_total": value for name, value in unlabelled.items() if name != "steps"}
+    expected |= {f"greenlane_engine_{name}_total 1": value for name, value in unlabelled.items() if name != "steps"}
     assert {name: found.get(name) for name in expected} == expected
-    assert (found["greenlane_engine_up"], found["greenlane_engine_uptime_seconds"]) == (1.0, 2.5)
+    assert (found["greenlane_engine_up 1"], found["greenlane_engine_uptime_seconds 1"]) == (1.0, 2.5)
 
 
 def test_no_engine_no_figures() -> None:
     """Red if an engine core that doesn't answer is shown with old figures."""
-    render({}, pb.GetStatsResponse(uptime_s=2.5))
-    found = samples(render({1: Metrics().figures()}, None))
-    assert found["greenlane_engine_up"] == 0.0
-    assert not any(name.startswith("greenlane_engine_") for name in found if name != "greenlane_engine_up")
+    render({}, [pb.GetStatsResponse(uptime_s=2.5)])
+    found = samples(render({1: Metrics().figures()}, [None]))
+    assert found["greenlane_engine_up 1"] == 0.0
+    assert not any(name.startswith("greenlane_engine_") for name in found if name != "greenlane_engine_up 1")
 
 
 async def test_latencies_and_tokens() -> None:
@@ -80,7 +80,7 @@ async def test_latencies_and_tokens() -> None:
         await request.accepted()
         async for _ in request:
             site.time += 0.03
-    found = samples(render({1: site.served.figures()}, None))
+    found = samples(render({1: site.served.figures()}, [None]))
     assert found["greenlane_time_to_first_token_seconds_sum 1"] == 0.03
     assert found["greenlane_inter_token_latency_seconds_count 1"] == 1.0
     assert found["greenlane_inter_token_latency_seconds_sum 1"] == 0.03
@@ -96,7 +96,7 @@ def test_every_frontend_has_series_of_its_own() -> None:
     one, two = Metrics(), Metrics()
     one.count_outcome("stop")
     two.ttft.observe(0.03)
-    found = samples(render({2: two.figures(fail_stops=4, sessions_lost=5), 1: one.figures(), 3: None}, None))
+    found = samples(render({2: two.figures(fail_stops=4, sessions_lost=5), 1: one.figures(), 3: None}, [None]))
     assert [found[f"greenlane_frontend_up {place}"] for place in (1, 2, 3)] == [1.0, 1.0, 0.0]
     assert [found[f"greenlane_frontend_requests_total {place} stop"] for place in (1, 2)] == [1.0, 0.0]
     assert "greenlane_frontend_open_requests 3" not in found

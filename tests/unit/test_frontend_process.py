@@ -164,7 +164,7 @@ async def test_ready_served_and_stopped(folder: Path) -> None:
                 asking = asyncio.ensure_future(ask(client, model="tiny"))
                 await answer(session, 1)
                 assert (await asking).json()["usage"]["completion_tokens"] == 2
-                assert "greenlane_engine_up 1.0" in (await client.get("/metrics")).text
+                assert 'greenlane_engine_up{engine="1"} 1.0' in (await client.get("/metrics")).text
             async with grpc.aio.insecure_channel(process.grpc, options=[("grpc.enable_http_proxy", 0)]) as channel:
                 stub = process.text(channel)
                 call = stub.Generate(text_pb2.GenerateRequest(prompt=CANARY))

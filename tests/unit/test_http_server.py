@@ -312,15 +312,15 @@ async def test_metrics_page(client: httpx.AsyncClient, site: Site) -> None:
     site.engine.stats.gauges.pages_free = 77
     await client.post("/v1/completions", json={"prompt": "x"})
     text = (await client.get("/metrics")).text
-    assert "greenlane_engine_up 1.0" in text
-    assert "greenlane_engine_pages_free 77.0" in text
+    assert 'greenlane_engine_up{engine="1"} 1.0' in text
+    assert 'greenlane_engine_pages_free{engine="1"} 77.0' in text
     assert 'greenlane_frontend_requests_total{frontend="1",outcome="stop"} 1.0' in text
     site.engine.stats.gauges.pages_free = 78
-    assert "greenlane_engine_pages_free 78.0" in (await client.get("/metrics")).text
+    assert 'greenlane_engine_pages_free{engine="1"} 78.0' in (await client.get("/metrics")).text
     site.engine.failure = ApiError(Code.UNAVAILABLE, "gone")
     text = (await client.get("/metrics")).text
-    assert "greenlane_engine_up 0.0" in text
-    assert "pages_free" not in text
+    assert 'greenlane_engine_up{engine="1"} 0.0' in text
+    assert "pages_free{" not in text
 
 
 # ------------------------------ the openai package

@@ -53,7 +53,7 @@ async def test_a_scrape_covers_every_frontend(folder: Path) -> None:
             found = await scraped()
             assert found["greenlane_frontend_requests_total", "2", "length"] == 2.0
             assert found["greenlane_frontend_requests_total", "1", "length"] == 0.0
-            assert found["greenlane_engine_uptime_seconds",] == 5.0
+            assert found["greenlane_engine_uptime_seconds", "1"] == 5.0
         found = await scraped()
         assert found["greenlane_frontend_up", "1"] == 1.0
         assert found["greenlane_frontend_up", "2"] == 0.0

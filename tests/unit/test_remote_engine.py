@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,7 @@ def process(module: str, log: Path, *flags: str) -> Iterator[dict[str, Any]]:
         with os.fdopen(read_fd) as pipe:
             line = pipe.readline()
         assert line, log.read_text()
-        yield json.loads(line)
+        yield {**json.loads(line), "pid": started.pid}
     finally:
         started.terminate()
         started.wait(GUARD_S)
@@ -70,9 +72,39 @@ def test_a_frontend_gets_in_with_certificate_and_key(tmp_path: Path) -> None:
             answer = httpx.post(f"{ready['http']}/v1/completions", json=body, timeout=GUARD_S, trust_env=False)
             assert answer.json()["usage"]["completion_tokens"] == 3
             scrape = httpx.get(f"{ready['http']}/metrics", timeout=GUARD_S, trust_env=False).text
-            assert "greenlane_engine_up 1.0" in scrape
+            assert 'greenlane_engine_up{engine="1"} 1.0' in scrape
     for name in ("engine", "frontend"):
         assert "the-key" not in (tmp_path / f"{name}.log").read_text()
+
+
+def test_two_cores_behind_one_frontend(tmp_path: Path) -> None:
+    """Red if a frontend uses one core alone, or the end of one of them ends more than its own part."""
+    flags = ("--device=fake", "--load-format=dummy", "--address=127.0.0.1:0")
+    with process("engine_core engine", tmp_path / "one.log", *flags) as one, ExitStack() as later:
+        two = later.enter_context(process("engine_core engine", tmp_path / "two.log", *flags))
+        front = (f"--engine-address={one['grpc']},{two['grpc']}", "--port=0", "--grpc-port=0")
+        ready = later.enter_context(process("frontend", tmp_path / "frontend.log", *front))
+        with httpx.Client(base_url=ready["http"], timeout=GUARD_S, trust_env=False) as client:
+
+            def outcomes() -> list[int]:
+                body = {"prompt": "x", "max_tokens": 3}
+                return [client.post("/v1/completions", json=body).status_code for _ in range(8)]
+
+            def accepted(engine: int) -> float:
+                text = client.get("/metrics").text
+                name = f'greenlane_engine_sequences_accepted_total{{engine="{engine}"}} '
+                return sum(float(line.removeprefix(name)) for line in text.splitlines() if line.startswith(name))
+
+            while client.get("/metrics").text.count("greenlane_engine_up{engine") < 2 or accepted(2) == 0:
+                assert outcomes() == [200] * 8
+                with ThreadPoolExecutor(8) as pool:
+                    assert set(pool.map(lambda _: outcomes()[0], range(8))) == {200}
+            assert accepted(1) > 0
+            os.kill(two["pid"], signal.SIGKILL)
+            while 'greenlane_engine_up{engine="2"} 1.0' in client.get("/metrics").text:
+                pass
+            assert client.get("/health").status_code == 200
+            assert outcomes() == [200] * 8
 
 
 def call_status(channel: grpc.Channel, authorization: str) -> grpc.StatusCode:

@@ -428,14 +428,14 @@ async def test_samples_are_shared(front: Scripted) -> None:
     now, asked = 0.0, 0
     meter = LoadMeter(front.served, lambda: now)
     busy(front)
-    original = front.site.engine.get_stats
+    original = front.site.engine.each_stats
 
-    async def counted() -> engine_pb2.GetStatsResponse:
+    async def counted() -> list[engine_pb2.GetStatsResponse | None]:
         nonlocal asked
         asked += 1
         return await original()
 
-    front.site.engine.get_stats = counted  # type: ignore[method-assign]
+    front.site.engine.each_stats = counted  # type: ignore[method-assign]
     await asyncio.gather(*(meter.sample() for _ in range(10)))
     assert asked == 1
     now += 2 * FRESH_S

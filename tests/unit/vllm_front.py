@@ -16,6 +16,7 @@ from smg_grpc_proto import vllm_engine_pb2_grpc
 from frontend import listeners
 from frontend.config import Place
 from frontend.engine_client import EngineClient
+from frontend.engine_group import EngineGroup
 from frontend.generate import generate
 from frontend.health import HealthService
 from frontend.metrics import Metrics
@@ -73,7 +74,7 @@ async def fronting(served: Served, place: Place | None = None) -> AsyncIterator[
 @asynccontextmanager
 async def connected(engine_address: str) -> AsyncIterator[Served]:
     """The model of an engine core that runs, served as a frontend process serves it."""
-    client, tokenizer = EngineClient(engine_address), Tokenizer.load(FIXTURE)
+    client, tokenizer = EngineGroup([EngineClient(engine_address)]), Tokenizer.load(FIXTURE)
 
     async def lost() -> None:
         return None
