@@ -180,7 +180,10 @@ def main() -> int:
     starts += [driver.start(slot, prompt(20), temperature=0.8, top_p=0.9, top_k=50, seed=slot) for slot in (9, 10)]
     slots = list(range(2, 11))
     chunks = [PrefillChunk(slot, 0, len(driver.ids[slot]), True) for slot in slots]
-    driver.take(driver.run(starts, [0, 1], chunks), slots)
+    results = [driver.run(starts, [0, 1], chunks, lane=lane)]
+    while lane and not any(result.prefills for result in results):
+        results.append(driver.run([], [0, 1], []))
+    driver.take(results[-1], slots)
     for step in range(options.steps):
         driver.run([], list(range(11)) if step % 3 else [0, 1, 4], [])
     runner.close()

@@ -15,7 +15,10 @@ from typing import Any
 from scripts.gpu.options import ROOT, Mode, Options, digest, parse_mode, server_flags
 from scripts.serving import ServeError, Serving, served
 
-MODES = ("off-256", "off-512", "off-2048", "stream", "green-24", "green-32", "green-48", "green-64")
+MODES = (
+    *("off-256", "off-512", "off-2048", "stream"),
+    *("green-24", "green-32", "green-48", "green-64", "green-80", "auto"),
+)
 ROWS = ("16", "16@4096@2", "16@4096@4", "32", "32@2048@8", "64", "64@8192@2")
 ITL_MIX = ROOT / "scripts" / "bench" / "itl_mix.py"
 ROW_GUARD_S = 120.0
