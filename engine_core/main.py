@@ -23,6 +23,7 @@ from pathlib import Path
 import uvloop
 from greenlane.engine.v1 import engine_pb2 as pb
 
+from access.folders import private_folder
 from engine_core.cli import refuse
 from engine_core.config import EngineConfig, WorkerConfig
 from engine_core.device.fail_stop import write_crash_report
@@ -30,7 +31,7 @@ from engine_core.engine import Engine
 from engine_core.errors import ConfigError, describe_chain
 from engine_core.executor.channel import Loading, Ready
 from engine_core.executor.processes import set_title, worker_command
-from engine_core.executor.sockets import claim_private, private_folder
+from engine_core.executor.sockets import claim_private
 from engine_core.executor.zmq import ZmqExecutor
 from engine_core.health import Health
 from engine_core.host import EngineHost, Publish

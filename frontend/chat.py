@@ -26,6 +26,8 @@ CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
 )
 FAILED, USAGE = 1, 2
+REACHED_S = 10.0
+"""For a server to answer before a conversation begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +92,14 @@ class Server:
         return grpc.intercept_channel(channel, _WithKey(KeyFile("--api-key-file", self.api_key_file).bearer()))
 
 
-class _WithKey(grpc.UnaryStreamClientInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
-    """Sends a key with every Generate call."""
+class _WithKey(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
+    """Sends a key with every call."""
 
     def __init__(self, bearer: str) -> None:
         self._metadata = (("authorization", bearer),)
+
+    def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return continuation(client_call_details._replace(metadata=self._metadata), request)
 
     def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
         return continuation(client_call_details._replace(metadata=self._metadata), request)
@@ -177,7 +182,10 @@ def hold_conversation(session: ChatSession, question: str | None, *, show_stats:
     def run(stub: text_pb2_grpc.TextStub) -> int:
         if question is not None:
             return _end_answer(session.ask(stub, question, sys.stdout), show_stats=show_stats)
-        lines = _typed_lines() if sys.stdin.isatty() else sys.stdin
+        lines: Iterable[str] = sys.stdin
+        if sys.stdin.isatty():
+            stub.ListModels(text_pb2.ListModelsRequest(), timeout=REACHED_S)  # who isn't there, says so before a prompt
+            lines = _typed_lines()
         return _converse(stub, session, lines, show_stats=show_stats)
 
     return _with_server(session.server, run)

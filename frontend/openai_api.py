@@ -90,7 +90,7 @@ class OpenAiApi:
         if isinstance(prompt, str):
             ids = await self._served.tokenizer.encode(prompt, body.options.add_special_tokens)
             return Prompt(ids, prompt if body.echo else None)
-        text = await self._served.decode(prompt, body.options.skip_special_tokens) if body.echo else None
+        text = await self._served.decode(prompt, body.options.skip_special_tokens, "prompt") if body.echo else None
         return Prompt(prompt, text)
 
     async def _stream_completion(
@@ -235,7 +235,7 @@ class OpenAiApi:
     async def detokenize(self, exchange: Exchange) -> None:
         body = parse_detokenize(decode_object(await exchange.body()))
         self._served.check_model(body.model)
-        text = await self._served.decode(body.ids, skip_special_tokens=False)
+        text = await self._served.decode(body.ids, skip_special_tokens=False, parameter="tokens")
         await exchange.answer(msgspec.json.encode({"prompt": text}))
 
     # ------------------------------ what both kinds of call share

@@ -10,19 +10,19 @@ import contextlib
 import functools
 import json
 import os
-import shutil
+import re
 import subprocess
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
+from access.folders import private_folder
 from access.policy import is_loopback, split_address
 from frontend.cli_flags import To, Value, child_argv, default_of, read_config_file
 from frontend.config import ConfigError
 from frontend.ports import LISTENERS, check_port, share_ports
-from frontend.supervisor import Supervisor
+from frontend.supervisor import Finish, Supervisor
 from frontend.supervisor_process import Command, Hands, Ready, run_supervisor
 
 CORE = "engine core"
@@ -50,25 +50,36 @@ class Plan:
 
 def serve(given: Mapping[str, Value], config: Path | None, ready_fd: int | None) -> int:
     """Run until stopped; the exit status. Settings that can't be served are refused here, with status 2."""
-    folder = Path(tempfile.mkdtemp(prefix="greenlane-", dir=os.environ.get("XDG_RUNTIME_DIR") or None))
+    from_file: dict[str, Value] = {}
     try:
-        values = {**(read_config_file(config) if config else {}), **given}
-        plan = make_plan(values, folder)
-        for argv in (plan.engine, *plan.frontends[:1]):
-            check_flags(argv)
-        for host, flag, port in plan.ports:
-            check_port(host, flag, port)
-        with contextlib.ExitStack() as held:
-            if len(plan.frontends) > 1:
-                plan = make_plan({**values, **share_ports(values, held)}, folder)
-            finish = run_supervisor(functools.partial(_hands, plan, ready_fd))
+        from_file = read_config_file(config) if config else {}
+        with private_folder() as folder:
+            finish = _supervise({**from_file, **given}, folder, ready_fd)
         say(finish.cause)
         return finish.status
     except ConfigError as error:
-        say(f"error: {error}")
+        say(f"error: {error}{_whereabouts(str(error), config, from_file.keys() - given.keys())}")
         return 2
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _supervise(values: Mapping[str, Value], folder: Path, ready_fd: int | None) -> Finish:
+    """Check every setting, then run the processes to their end. Raises ConfigError."""
+    plan = make_plan(values, folder)
+    for argv in (plan.engine, *plan.frontends[:1]):
+        check_flags(argv)
+    for host, flag, port in plan.ports:
+        check_port(host, flag, port)
+    with contextlib.ExitStack() as held:
+        if len(plan.frontends) > 1:
+            plan = make_plan({**values, **share_ports(values, held)}, folder)
+        return run_supervisor(functools.partial(_hands, plan, ready_fd))
+
+
+def _whereabouts(message: str, config: Path | None, keys: Set[str]) -> str:
+    """Which of the flags that a refusal names stand in the config file: the message alone speaks of a command line."""
+    named = [key.replace("_", "-") for key in sorted(keys)]
+    found = [name for name in named if re.search(rf"--{re.escape(name)}(?![\w-])", message)]
+    return f" (--config {config}: {', '.join(found)})" if found else ""
 
 
 def say(text: str) -> None:

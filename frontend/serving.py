@@ -189,8 +189,17 @@ class Served:
         )
         return _cut_after_last_message(text, chat) if chat.continue_final_message else text
 
-    async def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """The text of ids, without blocking the event loop for long lists."""
+    async def decode(self, ids: Sequence[int], skip_special_tokens: bool, parameter: str) -> str:
+        """The text of ids, without blocking the event loop for long lists.
+
+        Raises ApiError naming `parameter` for an id that the model doesn't have.
+        """
+        info = self._engine.info
+        size = max(self.tokenizer.vocab_size, 0 if info is None else info.vocab_size)
+        if ids and not 0 <= min(ids) <= max(ids) < size:
+            raise ApiError(
+                Code.INVALID_ARGUMENT, f"{parameter} holds an id outside the vocabulary, 0 to {size - 1}", parameter
+            )
         if len(ids) <= INLINE_IDS:
             return self.tokenizer.decode(ids, skip_special_tokens)
         return await asyncio.to_thread(self.tokenizer.decode, ids, skip_special_tokens)

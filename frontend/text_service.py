@@ -68,9 +68,8 @@ class TextService(text_pb2_grpc.TextServicer):
     @with_status
     async def Detokenize(self, request: text_pb2.DetokenizeRequest, context: Any) -> text_pb2.DetokenizeResponse:
         self._served.check_model(_given(request, "model"))
-        if any(token < 0 for token in request.ids):
-            raise invalid("ids holds a negative token id", "ids")
-        return text_pb2.DetokenizeResponse(text=await self._served.decode(request.ids, request.skip_special_tokens))
+        text = await self._served.decode(request.ids, request.skip_special_tokens, "ids")
+        return text_pb2.DetokenizeResponse(text=text)
 
     @with_status
     async def ListModels(self, request: text_pb2.ListModelsRequest, context: Any) -> text_pb2.ListModelsResponse:
@@ -90,7 +89,7 @@ class TextService(text_pb2_grpc.TextServicer):
             case "prompt_ids":
                 ids = list(request.prompt_ids.ids)
                 skip = not request.HasField("skip_special_tokens") or request.skip_special_tokens
-                text = await self._served.decode(ids, skip) if request.echo else ""
+                text = await self._served.decode(ids, skip, "prompt_ids") if request.echo else ""
             case _:
                 raise invalid("input is missing: set prompt, chat or prompt_ids", "input")
         return ids, text if request.echo else ""

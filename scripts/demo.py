@@ -9,6 +9,7 @@ import argparse
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this file is run as a script
@@ -37,7 +38,9 @@ def main() -> int:
             keep = options.keep and answered
         finally:
             if not keep:
+                pids = list(server.roles())
                 stop(server.process)
+                print(stopped(pids))
         if keep:
             print(how_to_talk(server))
         return 0 if answered else 1
@@ -62,6 +65,12 @@ def summary(server: Serving) -> str:
         lines.append(f"  {role:<28} pid {pid:<8} {resident_bytes(pid) / (1 << 20):6.0f} MiB")
     lines.append(f"  HTTP {server.http} · text gRPC {server.grpc} · engine {server.engine}")
     return "\n".join(lines)
+
+
+def stopped(pids: Sequence[int]) -> str:
+    """What is left of the server's processes: nothing, or who."""
+    left = [str(pid) for pid in pids if Path(f"/proc/{pid}").exists()]
+    return f"==> still running: {', '.join(left)}" if left else f"==> stopped: all {len(pids)} processes have ended"
 
 
 def how_to_talk(server: Serving) -> str:

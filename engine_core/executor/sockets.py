@@ -1,4 +1,4 @@
-"""Paths of local sockets: a private folder, leftovers of dead processes, and what may not be overwritten.
+"""Paths of local sockets: is their folder private, leftovers of dead processes, what may not be overwritten.
 
 Owns the checks that come before a bind (libzmq and gRPC unlink whatever lies at the path, a regular file or a live
 server's socket included). Binds nothing itself.
@@ -7,29 +7,14 @@ server's socket included). Binds nothing itself.
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import stat
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from engine_core.errors import ConfigError
 
 MAX_PATH_BYTES = 107
 """sun_path holds 108 bytes, one of them the closing zero."""
-
-
-@contextmanager
-def private_folder() -> Iterator[Path]:
-    """A new folder of mode 0700 in the user's runtime folder (else the temporary one), removed at the end."""
-    folder = Path(tempfile.mkdtemp(prefix="greenlane-", dir=os.environ.get("XDG_RUNTIME_DIR") or None))
-    try:
-        check_private(folder)
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def check_private(folder: Path) -> None:

@@ -8,6 +8,7 @@ are as many as its shape says.
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -42,7 +43,8 @@ class StoredTensor:
     def read_into(self, file: BufferedReader, out: Tensor, scratch: Tensor, where: str) -> Iterator[int]:
         """Fill the flat tensor `out`, casting to its dtype, through `scratch` (uint8); yields bytes read so far.
 
-        Raises ConfigError, starting with `where`, if the file has become shorter than its header said.
+        Raises ConfigError, starting with `where`, if the file has become shorter than its header said, or holds what no
+        model was trained to.
         """
         file.seek(self.offset)
         width = self.dtype.itemsize
@@ -53,8 +55,17 @@ class StoredTensor:
             block = raw[: count * width]
             if file.readinto(block) != len(block):
                 raise ConfigError(f"{where} could not be read whole: the file was cut while it was being loaded")
-            out[start : start + count] = scratch[: count * width].view(self.dtype)
+            values = scratch[: count * width].view(self.dtype)
+            _check_finite(values, where)
+            out[start : start + count] = values
             yield count * width
+
+
+def _check_finite(values: Tensor, where: str) -> None:
+    """NaN and infinities show in the extremes, at the price of one more look at the block."""
+    lowest, highest = values.aminmax()
+    if not (math.isfinite(lowest.item()) and math.isfinite(highest.item())):
+        raise ConfigError(f"{where} holds NaN or infinite values: the checkpoint is broken")
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,10 +39,10 @@ from greenlane.engine.v1 import engine_pb2 as pb
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this file is run as a script
 
+from access.folders import private_folder
 from engine_core.config import EngineConfig
 from engine_core.engine import Engine, EngineStats
 from engine_core.executor.processes import worker_command
-from engine_core.executor.sockets import private_folder
 from engine_core.executor.zmq import ZmqExecutor
 from engine_core.host import EngineHost, Publish
 from engine_core.main import build_engine, model_limits, worker_config

@@ -201,6 +201,20 @@ def test_file_cut_while_loading(single: Path) -> None:
         list(stored.read_into(file, out, torch.empty(1 << 20, dtype=torch.uint8), f"tensor {name}"))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_values_that_are_not_finite(value: float, dtype: torch.dtype, single: Path) -> None:
+    """Red when a broken checkpoint loads, to answer every request with an error or nonsense."""
+    name = "model.layers.1.mlp.down_proj.weight"
+
+    def spoil(tensors: Tensors) -> None:
+        tensors.update({each: tensor.to(dtype) for each, tensor in tensors.items()})
+        tensors[name][-1, -1] = value
+
+    rewrite(single, spoil)
+    refused(single, name, "NaN or infinite")
+
+
 def test_tied_checkpoint_with_a_head(tmp_path: Path) -> None:
     """Red when a tied model uses (or refuses) the copy of the embedding that some checkpoints carry as lm_head."""
     build(Recipe("llama", {"tie_word_embeddings": True}), tmp_path)

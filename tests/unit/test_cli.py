@@ -176,6 +176,29 @@ def test_serve_checks_before_it_starts_anything(flags: list[str], named: str) ->
     assert named in result.output
 
 
+@pytest.mark.parametrize(
+    ("text", "flags", "where"),
+    [
+        ('max-num-seqs = "x"', [], ": max-num-seqs)"),
+        ("port = 8000.5", [], ": port)"),
+        ('async_depth = 9\nport = "x"', ["--port", "70000"], None),
+        ("async_depth = 9", [], ": async-depth)"),
+        ('start-timeout = "soon"\nport = 0', [], ": start-timeout)"),
+    ],
+)
+def test_a_refused_setting_of_the_file_names_file_and_key(
+    tmp_path: Path, text: str, flags: list[str], where: str | None
+) -> None:
+    """Red if a bad value of the config file is blamed on a flag that nobody gave, or a given flag on the file."""
+    path = tmp_path / "serve.toml"
+    path.write_text(text)
+    result = CliRunner().invoke(app, ["serve", "--model", str(TINY), "--config", str(path), *flags])
+    assert result.exit_code == 2
+    if where is not None:
+        assert f"(--config {path}{where}" in result.output
+    assert "port)" not in result.output or not flags
+
+
 def test_help_needs_nothing_heavy() -> None:
     """Red if `greenlane --help` imports torch, grpc, tokenizers or numpy."""
     code = (

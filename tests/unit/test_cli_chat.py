@@ -16,7 +16,8 @@ import pytest
 from greenlane.text.v1 import text_pb2, text_pb2_grpc
 from typer.testing import CliRunner
 
-from frontend.chat import Answer, ChatSession, SamplingOptions, Server, stream_answer
+from frontend import chat
+from frontend.chat import Answer, ChatSession, SamplingOptions, Server, hold_conversation, stream_answer
 from frontend.check import Finding, check_machine, print_findings
 from frontend.cli import app
 from tests.certificates import Authority, key_file
@@ -41,12 +42,19 @@ class TextServer(text_pb2_grpc.TextServicer):
     def __init__(self) -> None:
         self.script: Script = two_words
         self.requests: list[text_pb2.GenerateRequest] = []
+        self.asked_keys: list[str | bytes | None] = []
 
     def Generate(
         self, request: text_pb2.GenerateRequest, context: grpc.ServicerContext
     ) -> Iterator[text_pb2.GenerateResponse]:
         self.requests.append(request)
         yield from self.script(request, context)
+
+    def ListModels(
+        self, request: text_pb2.ListModelsRequest, context: grpc.ServicerContext
+    ) -> text_pb2.ListModelsResponse:
+        self.asked_keys.append(dict(context.invocation_metadata()).get("authorization"))
+        return text_pb2.ListModelsResponse()
 
 
 @pytest.fixture
@@ -242,3 +250,37 @@ def test_check_names_what_is_unfit(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "GPT2LMHeadModel" in model["found"]
     assert print_findings(findings, as_json=False) == 1
     assert "not fit to serve" in capsys.readouterr().out
+
+
+class Terminal(io.StringIO):
+    """A standard input that a person types into."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_conversation_without_a_server_ends_before_it_prompts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Red if a person types a question before hearing that nobody is there to answer it."""
+    monkeypatch.setattr("sys.stdin", Terminal())
+    monkeypatch.setattr(chat, "_typed_lines", lambda: pytest.fail("a prompt was shown"))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+        assert hold_conversation(ChatSession(Server(address)), None, show_stats=False) == 1
+    assert f"is a server running at {address}?" in capsys.readouterr().err
+
+
+def test_a_conversation_begins_when_the_server_answers(
+    served: tuple[TextServer, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Red if the question whether somebody is there keeps a person from a server that is, or comes without the key."""
+    service, address = served
+    monkeypatch.setattr("sys.stdin", Terminal())
+    monkeypatch.setattr(chat, "_typed_lines", lambda: iter(["How do you do?"]))
+    keys = key_file(tmp_path, "k" * 32)
+    session = ChatSession(Server(address, api_key_file=str(keys)))
+    assert hold_conversation(session, None, show_stats=False) == 0
+    assert capsys.readouterr().out == "Good day.\n"
+    assert service.asked_keys == [f"Bearer {'k' * 32}"]

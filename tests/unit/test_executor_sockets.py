@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine_core.errors import ConfigError
-from engine_core.executor.sockets import check_private, claim, private_folder
+from engine_core.executor.sockets import check_private, claim
 from engine_core.executor.zmq import ZmqExecutor
 
 
@@ -66,16 +65,6 @@ def test_paths_that_no_socket_can_have_are_named(tmp_path: Path) -> None:
         claim(tmp_path / ("x" * 120))
     with pytest.raises(ConfigError, match="doesn't exist"):
         claim(tmp_path / "missing" / "s")
-
-
-def test_private_folders_are_closed_to_others_and_go_away(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Red when local sockets lie where other users may connect, or folders are left behind."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    with private_folder() as folder:
-        assert folder.parent == tmp_path
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        (folder / "file").write_text("x")
-    assert not folder.exists()
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o750, 0o707])

@@ -67,8 +67,8 @@ CUDA_HOMES = (
     "engine_core.worker.graphs",
     "engine_core.ops.cuda",
 )
-ENVIRONMENT_READERS = ("frontend.serve", "engine_core.executor.sockets", "engine_core.executor.processes")
-"""The first two ask where the private folder of local sockets belongs (XDG_RUNTIME_DIR); the third hands its own
+ENVIRONMENT_READERS = ("access.folders", "engine_core.executor.processes")
+"""The first asks where the private folder of local sockets belongs (XDG_RUNTIME_DIR); the second hands its own
 environment on to a worker. No behaviour depends on a variable."""
 UNSAFE_MODULES = ("pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve")
 PRODUCT_UNSAFE_MODULES = ("multiprocessing",)

@@ -446,3 +446,14 @@ async def test_tokenize_and_back(site: Site) -> None:
     chat = await post(site, "/tokenize", CHAT)
     assert chat["token_strs"] is None
     assert (await post(site, "/detokenize", {"tokens": chat["tokens"]}))["prompt"].endswith("assistant\n")
+
+
+@pytest.mark.parametrize("token", [4096, 2**31 - 1])
+async def test_ids_that_the_model_does_not_have_are_refused(site: Site, token: int) -> None:
+    """Red if an id outside the vocabulary is silently no text; the padding behind the tokenizer's ids is none such."""
+    async with site.client() as client:
+        refused = await client.post("/detokenize", json={"tokens": [1, token]})
+        echoed = await client.post("/v1/completions", json={"prompt": [token], "echo": True})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tokens")
+    assert (echoed.status_code, echoed.json()["error"]["param"]) == (400, "prompt")
+    assert await post(site, "/detokenize", {"tokens": [4095]}) is not None

@@ -282,6 +282,7 @@ async def test_tokens_and_models(front: Front) -> None:
     for call in (
         front.text.Tokenize(pb.TokenizeRequest()),
         front.text.Detokenize(pb.DetokenizeRequest(ids=[-1])),
+        front.text.Detokenize(pb.DetokenizeRequest(ids=[4096])),
         front.text.Tokenize(pb.TokenizeRequest(model="gpt", prompt="x")),
     ):
         with pytest.raises(grpc.aio.AioRpcError):
