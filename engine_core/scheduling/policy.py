@@ -161,12 +161,14 @@ class AutoPolicy:
         return self._target_us if self._target_us is not None else TARGET_FACTOR * self.decode(load)
 
     def _best_chunk(self, load: Load, target: float) -> int | None:
-        """The largest chunk that keeps the target; no larger than what completes the prompt."""
+        """The largest chunk that keeps the target; no larger than what completes all prompts.
+
+        A larger chunk may take less time than a smaller one (matrix products come in tiles), so all are looked at.
+        """
         best = None
         for tokens, _ in self._sizes(load.rows):
-            if self.mixed(load, tokens) > target:
-                break
-            best = tokens
+            if self.mixed(load, tokens) <= target:
+                best = tokens
             if tokens >= load.remaining:
                 break
         return best

@@ -99,18 +99,30 @@ class _Meter:
         return out
 
     def lane(self) -> list[tuple[int, int]]:
-        out = []
-        for _, tokens in sorted(self._prefill.ragged):
-            self._plan(self._prefill, 0, tokens)
-            began = time.perf_counter()
-            with _cuda.stream(self._prefill.stream):
-                self._prefill.ragged[0, tokens]()
-            self._prefill.stream.synchronize()
-            out.append((tokens, round(1e6 * (time.perf_counter() - began))))
-        return out
+        """Alone on the partition, times what a decode beside it makes of the largest."""
+        sizes = [tokens for _, tokens in sorted(self._prefill.ragged)]
+        alone = {tokens: self._prefill_us(tokens, beside=0) for tokens in sizes}
+        probe = bucket_of(sizes, min(4096, sizes[-1]))
+        slowdown = self._prefill_us(probe, beside=2 + alone[probe] // 2000) / alone[probe]
+        return [(tokens, round(us * max(1.0, slowdown))) for tokens, us in alone.items()]
+
+    def _prefill_us(self, tokens: int, beside: int) -> int:
+        """A prefill on its lane, with so many decode steps enqueued beside it."""
+        rows = bucket_of(self._opened.row_buckets, min(CONTEXT_ROWS, self._opened.config.max_num_seqs))
+        self._plan(self._prefill, 0, tokens)
+        began = time.perf_counter()
+        with _cuda.stream(self._prefill.stream):
+            self._prefill.ragged[0, tokens]()
+        with _cuda.stream(self._primary.stream):
+            for _ in range(beside):
+                self._decoding[True][rows]()
+        self._prefill.stream.synchronize()
+        took = time.perf_counter() - began
+        self._primary.stream.synchronize()
+        return round(1e6 * took)
 
     def context(self, total_pages: int) -> tuple[float, float]:
-        """(ns for each token of KV that decode attention reads, the same on the decode partition over it)."""
+        """(ns for each token of KV that decode attention reads, the same beside a prefill over it)."""
         opened, staged = self._opened, self._primary.staging.on_device
         rows = bucket_of(opened.row_buckets, min(CONTEXT_ROWS, opened.config.max_num_seqs))
         pages = min(CONTEXT // PAGE, total_pages // rows, opened.page_table.shape[1])
@@ -122,8 +134,9 @@ class _Meter:
                 staged["slots"][:rows] = torch.arange(rows, dtype=torch.int32, device=opened.device)
                 staged["positions"][:rows] = pages * PAGE - 1
             _cuda.synchronize()
-            for on_partition in (False, True):
-                times[on_partition, full] = self._us(self._step(self._decoding[on_partition][rows], rows))
+            times[False, full] = self._us(self._step(self._decoding[False][rows], rows))
+            with self._prefilling():
+                times[True, full] = self._us(self._step(self._decoding[True][rows], rows))
         opened.page_table.zero_()
         staged["slots"].fill_(-1)
         staged["positions"].zero_()
