@@ -35,6 +35,8 @@ CHUNK_BYTES = 512 << 10
 """Of a tokenizer archive in one message; readers take 4 MiB."""
 ABORT = "abort"
 """What frontends tell one another of an Abort call."""
+MAX_MESSAGE_BYTES = 4 << 20
+"""What readers of this contract take; more would fail at their side as if this server were broken."""
 PUSH_S = 1.0
 """Between two load records on one subscription."""
 MAX_FLUSH_WAIT_S = 600.0
@@ -251,10 +253,20 @@ async def _send(call: _Call, answer: AnswerMessages, context: Any) -> None:
         async for deltas in opened:
             answer.cached_tokens = opened.usage.cached_tokens
             for message in answer.messages(deltas, opened.prompt_logprobs):
+                _check_size(message.ByteSize())
                 await context.write(message)
     except ApiError:
         if not call.aborted:
             raise
+
+
+def _check_size(size: int) -> None:
+    if size > MAX_MESSAGE_BYTES:
+        raise ApiError(
+            Code.INVALID_ARGUMENT,
+            f"the answer's next message has {size} bytes; its readers take {MAX_MESSAGE_BYTES}: ask for fewer logprobs",
+            "logprobs",
+        )
 
 
 def _defaults(defaults: engine_pb2.SamplingDefaults) -> dict[str, float]:

@@ -25,7 +25,7 @@ from frontend.peers import Peers
 from frontend.serving import Served
 from frontend.tokenizer import Tokenizer
 from frontend.vllm_service import SERVICE, VllmService
-from tests.unit.scripted_answers import FIXTURE, HANG_GUARD_S
+from tests.unit.scripted_answers import FIXTURE, HANG_GUARD_S, Site
 
 
 class VllmFront:
@@ -94,6 +94,22 @@ async def connected(engine_address: str) -> AsyncIterator[Served]:
         )
     finally:
         await client.close()
+
+
+class Scripted(VllmFront):
+    """A front over a script."""
+
+    def __init__(self, site: Site, front: VllmFront) -> None:
+        super().__init__(site.served, front.service, front.address, front.channel)
+        self.site = site
+
+
+@asynccontextmanager
+async def scripted() -> AsyncIterator[Scripted]:
+    """A script behind a VllmEngine."""
+    site = Site()
+    async with fronting(site.served) as front:
+        yield Scripted(site, front)
 
 
 async def failed(call: Any) -> grpc.aio.AioRpcError:
