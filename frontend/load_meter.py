@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from greenlane.engine.v1 import engine_pb2
 
+from frontend.engine_group import added_up
 from frontend.request import ApiError, Code
 from frontend.serving import Served
 
@@ -25,7 +26,10 @@ class Load:
     """One sample; the properties are what routers compare."""
 
     stats: engine_pb2.GetStatsResponse
+    """Of all engine cores that answered, added up."""
     info: engine_pb2.GetInfoResponse
+    engines: int
+    """How many answered."""
     tokens_per_s: float
     waiting_tokens: int
     """Prompt tokens, of this frontend's requests, that the engine core hasn't begun with."""
@@ -39,7 +43,12 @@ class Load:
     @property
     def usage(self) -> float:
         """Share of the KV pages that can't be had by evicting cached ones, 0 to 1."""
-        return self.used_pages / max(1, self.info.total_pages)
+        return self.used_pages / max(1, self.stats.gauges.pages_total)
+
+    @property
+    def slots(self) -> int:
+        """Sequences that may run at once."""
+        return self.info.limits.max_num_seqs * self.engines
 
     @property
     def hit_rate(self) -> float:
@@ -70,13 +79,15 @@ class LoadMeter:
             return self._latest
 
     async def _measure(self) -> Load:
-        stats, info = await self._served.engine_stats(), self._served.engine_info
+        each, info = await self._served.each_stats(), self._served.engine_info
+        stats = added_up(each)
         if stats is None or info is None:
             raise ApiError(Code.UNAVAILABLE, "the engine core doesn't say how loaded it is")
         seconds = stats.uptime_s - self._base.uptime_s
-        if seconds < 0:  # it was restarted
+        tokens = stats.counters.output_tokens - self._base.counters.output_tokens
+        if seconds < 0 or tokens < 0:  # one was restarted, or doesn't answer
             self._base, self._rate = stats, 0.0
         elif seconds >= RATE_S:
-            self._rate = (stats.counters.output_tokens - self._base.counters.output_tokens) / seconds
-            self._base = stats
-        return Load(stats, info, self._rate, *self._served.prompt_backlog())
+            self._base, self._rate = stats, tokens / seconds
+        answered = sum(one is not None for one in each)
+        return Load(stats, info, answered, self._rate, *self._served.prompt_backlog())

@@ -154,7 +154,7 @@ class VllmService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc
             kv_cache_dtype="auto",
             block_size=info.page_size,
             model_dtype=info.dtype,
-            max_num_seqs=info.limits.max_num_seqs,
+            max_num_seqs=load.slots,
         )
 
     def _info(self) -> engine_pb2.GetInfoResponse:
@@ -277,18 +277,17 @@ def _defaults(defaults: engine_pb2.SamplingDefaults) -> dict[str, float]:
 
 def _scheduler_load(load: Load) -> Any:
     gauges, info = load.stats.gauges, load.info
-    slots = info.limits.max_num_seqs
     return pb.SchedulerLoad(
         num_running_reqs=gauges.running,
         num_waiting_reqs=gauges.waiting,
         num_total_reqs=gauges.running + gauges.waiting,
         num_used_tokens=load.used_pages * info.page_size,
-        max_total_num_tokens=info.total_pages * info.page_size,
+        max_total_num_tokens=gauges.pages_total * info.page_size,
         token_usage=load.usage,
         gen_throughput=load.tokens_per_s,
         cache_hit_rate=load.hit_rate,
-        utilization=gauges.running / max(1, slots),
-        max_running_requests=slots,
+        utilization=gauges.running / max(1, load.slots),
+        max_running_requests=load.slots,
         num_waiting_uncached_tokens=load.waiting_tokens,
     )
 
@@ -302,11 +301,11 @@ def _load_record(load: Load, sample: int) -> Any:
         token_usage=load.usage,
         active_token_usage=load.usage,
         gen_throughput=load.tokens_per_s,
-        max_running_requests=info.limits.max_num_seqs,
+        max_running_requests=load.slots,
         sample=sample,
         load_only=True,
         cache_hit_rate=load.hit_rate,
         num_used_tokens=load.used_pages * info.page_size,
-        max_total_num_tokens=info.total_pages * info.page_size,
+        max_total_num_tokens=gauges.pages_total * info.page_size,
         prefill_pending_tokens=load.silent_tokens,
     )

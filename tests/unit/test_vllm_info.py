@@ -127,11 +127,12 @@ def busy(front: Scripted, uptime_s: float = 10.0, output_tokens: int = 100) -> N
     """An engine core at work."""
     assert front.site.engine.info is not None
     front.site.engine.info.page_size = 16
-    front.site.engine.info.total_pages = 200
     front.site.engine.info.limits.max_num_seqs = 4
     front.site.engine.stats = engine_pb2.GetStatsResponse(
         uptime_s=uptime_s,
-        gauges=engine_pb2.Gauges(running=3, waiting=2, pages_referenced=45, pages_retiring=5, pages_cached=100),
+        gauges=engine_pb2.Gauges(
+            running=3, waiting=2, pages_total=200, pages_referenced=45, pages_retiring=5, pages_cached=100
+        ),
         counters=engine_pb2.Counters(output_tokens=output_tokens, prefix_queries=8, prefix_hits=2),
     )
 
@@ -169,6 +170,21 @@ async def test_rate_between_samples(front: Scripted) -> None:
     assert await rate(102.5, 9999) == 250.0
     assert await rate(1.0, 50) == 0.0
     assert await rate(3.0, 90) == 20.0
+    assert await rate(60.0, 70) == 0.0  # one of two engine cores doesn't answer
+
+
+async def test_several_engine_cores(front: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if a gateway is told the load of all engine cores beside the room of one."""
+    busy(front)
+    one = front.site.engine.stats
+
+    async def each() -> list[engine_pb2.GetStatsResponse | None]:
+        return [one, None, one]
+
+    monkeypatch.setattr(front.site.engine, "each_stats", each)
+    (load,) = (await front.engine.GetLoads(pb.GetLoadsRequest())).loads
+    assert (load.num_running_reqs, load.max_running_requests, load.utilization) == (6, 8, 0.75)
+    assert (load.num_used_tokens, load.max_total_num_tokens, load.token_usage) == (1600, 6400, 0.25)
 
 
 async def test_samples_are_shared(front: Scripted) -> None:
