@@ -405,9 +405,15 @@ class EngineClient:
 
 
 async def _write(call: Any, message: pb.SessionRequest) -> None:
+    """Send a message; of a call that has ended, reading tells why.
+
+    Not by `call.write`: its failure overwrites the status that is still to be read with INTERNAL, "Internal error from
+    Core", and reading ends at once: why a core ended a session while something was on its way to it, nobody would hear.
+    """
     try:
-        await call.write(message)
-    except asyncio.InvalidStateError:  # the call has ended; reading tells why
+        await call.wait_for_connection()
+        await call._cython_call.send_serialized_message(message.SerializeToString())
+    except grpc.aio.InternalError:
         await asyncio.Event().wait()
 
 

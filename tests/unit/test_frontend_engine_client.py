@@ -500,6 +500,36 @@ async def test_a_message_at_the_limit_arrives_and_one_beyond_ends_the_session(
     await engine.session()
 
 
+async def test_the_reason_for_a_sessions_end_is_heard_while_writing(
+    folder: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red if a message that can't be sent any more hides the status with which the engine core ended the session."""
+    reading = asyncio.Event()
+    read = EngineClient._read
+
+    async def read_when_told(client: EngineClient, call: Any) -> pb.SessionResponse:
+        if client.state is ClientState.SERVING:
+            await reading.wait()
+        return await read(client, call)
+
+    monkeypatch.setattr(EngineClient, "_read", read_when_told)
+    client = EngineClient(f"unix:{folder / 'engine'}")
+    await client.start()
+    async with asyncio.timeout(HANG_GUARD_S):
+        await client.serving()
+    session = await engine.session()
+    stream = await client.submit(TextRequest([1]))
+    await session.next_add()
+    await session.send(tokens=[(1, 7)])
+    session.end(grpc.StatusCode.RESOURCE_EXHAUSTED, "read and acknowledge faster")
+    for _ in range(20):  # until the end has come as far as this side's transport
+        await asyncio.sleep(0.02)
+        await client.submit(TextRequest([1]))
+    reading.set()
+    assert "RESOURCE_EXHAUSTED: read and acknowledge faster" in (await failure(stream)).message
+    await client.close()
+
+
 async def test_a_fault_of_our_own_fails_the_requests(
     client: EngineClient, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
