@@ -21,7 +21,8 @@ def test_serving_every_interface(make_server: MakeServer, tmp_path: Path) -> Non
     """Red if `--host 0.0.0.0` with TLS and keys doesn't serve who has a key, serves others, or needs a restart to
     take a key away."""
     issued, keys = Authority(tmp_path).issue("server"), key_file(tmp_path, "the-key", "other-key")
-    server = make_server("--host=0.0.0.0", *issued.flags(), f"--api-key-file={keys}")
+    server = make_server("--host=0.0.0.0", "--vllm-grpc-port=0", *issued.flags(), f"--api-key-file={keys}")
+    assert server.vllm.startswith("127.0.0.1:"), "the listener without TLS and keys is beyond this machine"
     assert server.http.startswith("https://0.0.0.0:")
     url = server.http.replace("0.0.0.0", "127.0.0.1")
     context = ssl.create_default_context(cafile=issued.ca)

@@ -70,6 +70,8 @@ def test_good_flags(capsys: pytest.CaptureFixture[str]) -> None:
     """Red if flags that can be served are refused, or checking them starts anything."""
     flags = ["--served-model-name=a", "--served-model-name=b", "--host=::1", "--port=0", "--grpc-port=0"]
     assert main([*FLAGS, *flags, "--request-timeout=30", "--check-flags"]) == 0
+    private = ["--vllm-grpc-port=50052", "--vllm-grpc-host=0.0.0.0", "--insecure-listen"]
+    assert main([*FLAGS, *private, "--check-flags"]) == 0
     assert capsys.readouterr().err == ""
 
 
