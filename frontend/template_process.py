@@ -70,7 +70,7 @@ class Renderer:
             self._started()
 
     def _started(self) -> _Child:
-        if self._child is None:
+        if self._child is None or self._child.ended:
             self._child = _Child(self._sources)
         return self._child
 
@@ -131,6 +131,11 @@ class _Child:
         except (_Late, _Gone):
             self.end()
             raise RenderFailed("the process that renders chat templates doesn't start") from None
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has died while nobody asked it anything."""
+        return self._process.poll() is not None
 
     def ask(self, request: bytes, deadline: float) -> tuple[str, str]:
         """Send a frame, take the answer. Raises _Late or _Gone; the child is of no use then."""

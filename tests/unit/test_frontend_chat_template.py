@@ -230,19 +230,33 @@ async def test_a_rendering_that_nobody_waits_for_disturbs_no_other() -> None:
 
 
 async def test_the_process_goes_with_its_template() -> None:
-    """Red if replaced or dropped templates leave processes behind, or one outlives the deadline's kill."""
+    """Red if dropped templates leave processes behind, or a chat pays for one that was killed before it came."""
     before = set(psutil.Process().children())
     template = ChatTemplate("{{ messages[0].content }}", {})
     assert await template.render([{"content": "x"}]) == "x"
     (child,) = set(psutil.Process().children()) - before
     child.kill()
-    child.wait(10)
-    with pytest.raises(ApiError, match="ended"):
-        await template.render([{"content": "y"}])
+    gone, _ = psutil.wait_procs([child], 10)
+    assert gone == [child]
     assert await template.render([{"content": "z"}]) == "z"
     del template
     gc.collect()
     assert set(psutil.Process().children()) <= before
+
+
+async def test_a_process_that_dies_over_a_chat_fails_that_chat_alone() -> None:
+    """Red if a chat waits out its deadline for a process that is gone, or the next one has none."""
+    before = set(psutil.Process().children())
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    template = ChatTemplate("{{ messages[0].content }}{% if messages[0].run %}" + endless + "{% endif %}", {})
+    template.prepare()
+    (child,) = set(psutil.Process().children()) - before
+    rendering = asyncio.create_task(template.render([{"run": True}]))
+    await asyncio.sleep(0.1)
+    child.kill()
+    with pytest.raises(ApiError, match="template ended"):
+        await rendering
+    assert await template.render([{"content": "x"}]) == "x"
 
 
 @pytest.mark.parametrize("source", ["{{ 1|unheard_of }}", "{{ 1 is unheard_of }}"])
