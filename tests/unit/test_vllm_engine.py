@@ -6,8 +6,11 @@ Where a request must still be open, the worker is stopped (SIGSTOP) first, so th
 from __future__ import annotations
 
 import asyncio
+import logging
+import random
 import signal
 import tempfile
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -237,6 +240,52 @@ async def test_refusals_say_why(front: Fake, fields: dict[str, Any], why: str) -
     """Red if a program can't tell the engine core's refusals apart."""
     error = await failed(front.generate(**fields))
     assert (error.code(), reason(error)) == (grpc.StatusCode.INVALID_ARGUMENT, why)
+
+
+async def test_storm(front: Fake, caplog: pytest.LogCaptureFixture) -> None:
+    """Red if any mix of ends, aborts, deadlines and clients that leave loses a request, keeps one, or fails in the
+    server: what was accepted has ended, once, and every call has."""
+    chance = random.Random(7)
+    before = (await front.stats()).counters
+    tasks = [asyncio.create_task(one_of_many(front, number, chance.random(), chance.random())) for number in range(300)]
+    ends = Counter(await asyncio.wait_for(asyncio.gather(*tasks), GUARD_S))
+    await front.until_open(0)
+    after = (await front.stats()).counters
+    ended = [
+        getattr(after, name) - getattr(before, name)
+        for name in ("finished_stop", "finished_length", "finished_abort", "finished_error")
+    ]
+    assert sum(ended) == after.sequences_accepted - before.sequences_accepted
+    assert ended[3] <= ends["DEADLINE_EXCEEDED"]  # the engine core noticed those before their connection did
+    assert {"length", "abort", "left"} <= ends.keys(), ends
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+async def one_of_many(front: Fake, number: int, kind: float, delay: float) -> str:
+    """How one call of a storm ended."""
+    await asyncio.sleep(delay)
+    name = f"storm-{number}"
+    fields = {**LONG, "max_tokens": 20 if kind < 0.5 else 1900, "stream": kind < 0.7, "request_id": name}
+    call = front.generate(**fields, timeout=0.05 if kind > 0.9 else GUARD_S)
+    reading = asyncio.create_task(last_word(call))
+    if 0.5 < kind < 0.9:
+        await asyncio.sleep(0.1 + delay / 2)
+        if kind < 0.7:
+            await front.abort(name)
+        else:
+            call.cancel()
+    return await reading
+
+
+async def last_word(call: Any) -> str:
+    try:
+        async for message in call:
+            reason = message.complete.finish_reason
+    except grpc.aio.AioRpcError as error:
+        return error.code().name
+    except asyncio.CancelledError:
+        return "left"
+    return str(reason)
 
 
 # ------------------------------ slow readers, load, cache
