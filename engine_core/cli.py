@@ -90,6 +90,7 @@ FLAGS = (
     Flag("ssl_ca_certs", str, "PEM certificates; clients must show one that these signed"),
     Flag("api_key_file", str, "file of bearer tokens, one a line; calls must bring one; read again when it changes"),
     Flag("insecure_listen", None, "listen beyond this machine without TLS, tokens or client certificates"),
+    Flag("otlp_traces_endpoint", str, "http://host:port of an OpenTelemetry collector; default: no traces"),
     Flag("log_level", str, ", ".join(LEVELS)),
 )
 
@@ -181,6 +182,10 @@ def read_config(options: argparse.Namespace) -> EngineConfig:
     if config.step_log is not None:
         check_step_log(Path(config.step_log))
     check_guards(config)
+    if config.otlp_traces_endpoint is not None:
+        from engine_core.server import tracing
+
+        tracing(config.otlp_traces_endpoint).close()
     return config
 
 

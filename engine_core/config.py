@@ -73,6 +73,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     insecure_listen: bool = False
     drain_timeout: float = 30.0
     """Seconds that open requests may take to finish after the first signal; then they are aborted."""
+    otlp_traces_endpoint: str | None = None
+    """http(s)://host:port of an OpenTelemetry collector (OTLP over gRPC)."""
     log_level: str = "info"
 
     @property

@@ -42,9 +42,10 @@ from engine_core.progress import Progress
 from engine_core.request import MAX_LOGPROBS, ModelLimits, Output
 from engine_core.scheduling.policy import AutoPolicy, FixedPolicy, PrefillPolicy
 from engine_core.scheduling.scheduler import Scheduler
-from engine_core.server import bind, build_server, guards
+from engine_core.server import bind, build_server, guards, tracing
 from engine_core.service import ENGINE_SERVICE, EngineService, State
 from engine_core.session import MAX_MESSAGE_BYTES, MAX_UNACKED_BYTES
+from engine_core.spans import EngineSpans
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +95,15 @@ class EngineProcess:
         self._outcome: asyncio.Future[BaseException | None] = self._loop.create_future()
         self._host = EngineHost(self._start_engine, self, self._loop)
         health = Health(ENGINE_SERVICE)
-        self._service = EngineService(self._host, health, self._info, draw_seed=functools.partial(secrets.randbits, 64))
+        endpoint = self._config.otlp_traces_endpoint
+        traces = None if endpoint is None else tracing(endpoint)
+        self._service = EngineService(
+            self._host,
+            health,
+            self._info,
+            draw_seed=functools.partial(secrets.randbits, 64),
+            spans=None if traces is None else EngineSpans(traces),
+        )
         credentials, keys = guards(self._config.access)
         server = build_server(self._service, health, keys)
         if self._config.socket_path is not None:
@@ -115,6 +124,8 @@ class EngineProcess:
                 task.cancel()
             self._service.end_sessions("the engine core has ended")
             await server.stop(CLOSE_GRACE_S)
+            if traces is not None:
+                await asyncio.to_thread(traces.close)
             await self._host.join()
 
     # -------------------------- Listener

@@ -19,6 +19,7 @@ from engine_core.errors import ConfigError
 from engine_core.health import Health
 from engine_core.service import ENGINE_SERVICE, EngineService
 from engine_core.session import MAX_MESSAGE_BYTES
+from telemetry.tracing import Tracing, TracingError
 
 MAX_CALLS = 1024
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -42,6 +43,14 @@ def guards(access: Access) -> tuple[grpc.ServerCredentials | None, KeyFile | Non
     except AccessError as error:
         raise ConfigError(str(error)) from error
     return credentials, keys
+
+
+def tracing(endpoint: str) -> Tracing:
+    """Where the engine core's spans go. Raises ConfigError."""
+    try:
+        return Tracing(endpoint, "greenlane-engine")
+    except TracingError as error:
+        raise ConfigError(str(error)) from error
 
 
 def build_server(service: EngineService, health: Health, keys: KeyFile | None = None) -> grpc.aio.Server:

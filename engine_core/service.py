@@ -25,6 +25,7 @@ from engine_core.health import NOT_SERVING, SERVING, Health
 from engine_core.log import event
 from engine_core.request import Command, ModelLimits, Output
 from engine_core.session import SessionBroken
+from engine_core.spans import EngineSpans
 
 log = logging.getLogger(__name__)
 
@@ -118,8 +119,10 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         draw_seed: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
         max_unacked_bytes: int = protocol.MAX_UNACKED_BYTES,
+        spans: EngineSpans | None = None,
     ) -> None:
         self.state = State.STARTING
+        self._spans = spans
         self._core = core
         self._health = health
         self._info = info
@@ -168,6 +171,8 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             stream = self._streams.get(output.session)
             if stream is None:
                 continue
+            if self._spans is not None:
+                self._spans.published(output)
             try:
                 stream.session.publish(output)
             except SessionBroken as broken:
@@ -211,6 +216,8 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             del self._streams[session.number]
             self._rejected += session.rejected
             self._core.submit([session.close()])
+            if self._spans is not None:
+                self._spans.closed(session.number)
             event(log, logging.INFO, "session_closed", session=session.number, client=session.client_name)
 
     def _open(self) -> _Stream:
@@ -257,6 +264,8 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     async def _read(self, stream: _Stream, messages: AsyncIterator[pb.SessionRequest]) -> None:
         """The client's messages become commands, until it closes its side."""
         async for message in messages:
+            if self._spans is not None:
+                self._spans.asked(stream.session.number, message.adds)
             commands = stream.session.receive(message, self._clock())
             if commands:
                 self._core.submit(commands)

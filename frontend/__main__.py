@@ -54,12 +54,15 @@ def _supervision(options: argparse.Namespace) -> Supervision:
 
 
 def _check_files(config: FrontendConfig) -> int:
-    """Whether certificates and keys can be served; the exit status."""
-    if config.access.tls or config.api_key_file or config.engine_tls_ca_certs or config.engine_api_key_file:
+    """Whether certificates and keys can be served, and traces sent; the exit status."""
+    files = (config.api_key_file, config.engine_tls_ca_certs, config.engine_api_key_file)
+    if config.access.tls or any(files) or config.otlp_traces_endpoint is not None:
         from frontend.guards import Guards
+        from frontend.process import spans
 
         try:
             Guards.load(config)
+            spans(config).close()
         except ConfigError as error:
             sys.stderr.write(f"error: {error}\n")
             return REFUSED
@@ -121,6 +124,7 @@ def parser() -> argparse.ArgumentParser:
     add("engine_tls_keyfile", str, "PEM key of that certificate")
     add("engine_api_key_file", str, "file whose first bearer token is sent to the engine core")
     add("drain_timeout", float, "seconds for open requests to finish after SIGTERM; then they are cut off")
+    add("otlp_traces_endpoint", str, "http://host:port of an OpenTelemetry collector; default: no traces")
     add("log_level", str, ", ".join(LOG_LEVELS))
     out.add_argument("--check-flags", action="store_true", help="check the flags, start nothing")
     out.add_argument("--ready-fd", type=int, help="descriptor that gets one JSON line once requests are served")

@@ -197,6 +197,13 @@ FLAGS = (
         "File for what the worker did when, see greenlane trace; default: none",
         "FILE",
     ),
+    Flag(
+        "otlp-traces-endpoint",
+        ALL,
+        "Failures",
+        "http://host:port of an OpenTelemetry collector (OTLP over gRPC); default: no traces",
+        "URL",
+    ),
     Flag("log-level", ALL, "Failures", "debug, info, warning or error", "LEVEL", "info"),
 )
 

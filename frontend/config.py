@@ -77,6 +77,8 @@ class FrontendConfig:
     """Its first key is sent to the engine core."""
     drain_timeout: float = 30.0
     """Seconds that open requests may take to finish after the first signal; then they are cut off."""
+    otlp_traces_endpoint: str | None = None
+    """http(s)://host:port of an OpenTelemetry collector (OTLP over gRPC)."""
     log_level: str = "info"
 
     @property

@@ -15,6 +15,8 @@ from typing import Any
 from access.keys import KeyFile
 from frontend.api_errors import Headers, HttpError, http_headers, http_status, openai_body, unexpected, where
 from frontend.request import ApiError
+from frontend.spans import Spans
+from telemetry.tracing import HEADER
 
 logger = logging.getLogger(__name__)
 
@@ -163,8 +165,10 @@ class HttpServer:
         max_body_bytes: int,
         keys: KeyFile | None = None,
         open_paths: Collection[str] = (),
+        spans: Spans | None = None,
     ) -> None:
-        """With `keys`, every request needs one of them, except on `open_paths`."""
+        """With `keys`, every request needs one of them, except on `open_paths`. POST requests get spans."""
+        self._spans = spans or Spans(None)
         self._keys = keys
         self._open_paths = frozenset(open_paths)
         self._exact = {path: methods for path, methods in routes.items() if not path.endswith("*")}
@@ -177,7 +181,7 @@ class HttpServer:
         exchange = Exchange(scope, receive, send, self._budget, self._keys)
         try:
             self._admit(exchange)
-            await self._handler(exchange.path, scope["method"])(exchange)
+            await self._traced(self._handler(exchange.path, scope["method"]), scope["method"], exchange)
         except ClientGone:
             return
         except (ApiError, HttpError) as error:
@@ -185,6 +189,16 @@ class HttpServer:
         except Exception as error:  # whatever it is, the client gets an answer and the server lives
             logger.error("%s %r failed: %s", scope["method"], exchange.path[:64], where(error))
             await exchange.fail(unexpected(error))
+
+    async def _traced(self, handler: Handler, method: str, exchange: Exchange) -> None:
+        """Run the handler, within a span where somebody wants one."""
+        if method != "POST" or not self._spans.wanted:
+            await handler(exchange)
+            return
+        parent = exchange.headers.get(HEADER.encode(), b"").decode("latin-1")
+        attributes = {"http.request.method": method, "url.path": exchange.path}
+        with self._spans.call(f"{method} {exchange.path}", parent, attributes):
+            await handler(exchange)
 
     def _admit(self, exchange: Exchange) -> None:
         """Raise HttpError (401) for a request that lacks its key, whether or not there is anything at its path."""

@@ -27,6 +27,7 @@ from frontend.api_errors import HttpError, openai_body
 from frontend.config import ConfigError
 from frontend.health import HealthService
 from frontend.http_server import HttpServer
+from frontend.spans import SpanInterceptor, Spans
 from frontend.text_service import SERVICE, TextService
 from frontend.vllm_service import SERVICE as VLLM_SERVICE
 from frontend.vllm_service import VllmService
@@ -201,25 +202,33 @@ def grpc_server(
     tls: grpc.ServerCredentials | None = None,
     keys: KeyFile | None = None,
     shared: bool = False,
+    spans: Spans | None = None,
 ) -> tuple[grpc.aio.Server, str]:
     """The text gRPC server, bound but not started, and its address. Raises ConfigError when the port can't be had.
 
     With `keys`, every call but health's needs one of them; `shared` as for `bind`.
     """
-    server = _new_server(max_message_bytes, keys=keys, shared=shared)
+    server = _new_server(max_message_bytes, keys=keys, shared=shared, spans=spans)
     text_pb2_grpc.add_TextServicer_to_server(text, server)
     _add_common(server, SERVICE, health)
     return server, _bind_grpc(server, "--grpc-port", "--host", host, port, tls)
 
 
 def vllm_server(
-    host: str, port: int, vllm: VllmService, health: HealthService, max_message_bytes: int, *, shared: bool = False
+    host: str,
+    port: int,
+    vllm: VllmService,
+    health: HealthService,
+    max_message_bytes: int,
+    *,
+    shared: bool = False,
+    spans: Spans | None = None,
 ) -> tuple[grpc.aio.Server, str]:
     """The VllmEngine server, bound but not started, and its address. Raises ConfigError when the port can't be had.
 
     Neither TLS nor keys: its clients know neither.
     """
-    server = _new_server(max_message_bytes, GATEWAY_PINGS, shared=shared)
+    server = _new_server(max_message_bytes, GATEWAY_PINGS, shared=shared, spans=spans)
     vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(vllm, server)
     _add_common(server, VLLM_SERVICE, health)
     return server, _bind_grpc(server, "--vllm-grpc-port", "--vllm-grpc-host", host, port)
@@ -231,9 +240,10 @@ def _new_server(
     *,
     keys: KeyFile | None = None,
     shared: bool,
+    spans: Spans | None,
 ) -> grpc.aio.Server:
     return grpc.aio.server(
-        interceptors=interceptors(keys),
+        interceptors=(*interceptors(keys), *(() if spans is None else (SpanInterceptor(spans),))),
         options=[
             ("grpc.so_reuseport", int(shared)),  # gRPC's own default would share a port with any other server
             ("grpc.max_receive_message_length", max_message_bytes),

@@ -37,11 +37,13 @@ from frontend.openai_api import OpenAiApi
 from frontend.peers import Peers
 from frontend.scrape import Scrape
 from frontend.serving import Health, Served
+from frontend.spans import Spans
 from frontend.status_pages import StatusPages
 from frontend.text_service import SERVICE, TextService
 from frontend.tokenizer import Tokenizer, resolve
 from frontend.vllm_service import SERVICE as VLLM_SERVICE
 from frontend.vllm_service import VllmService
+from telemetry.tracing import Tracing, TracingError
 
 logger = logging.getLogger(__name__)
 
@@ -143,10 +145,10 @@ async def _serve(config: FrontendConfig, guards: Guards, model: Model, supervisi
         engine_restarts=supervision.engine_restarts,
     )
     client.on_state(lambda _: health.tell(served.health is Health.SERVING))
-    peers, shared = Peers(supervision.place), supervision.place.count > 1
+    peers, shared, traces = Peers(supervision.place), supervision.place.count > 1, spans(config)
     listener = listeners.bind(config.host, config.port, shared=shared)
-    http = listeners.HttpListener(_application(served, peers, config, guards), listener, guards.http_tls)
-    servers = _grpc_servers(config, guards, served, health, model.files, peers)
+    http = listeners.HttpListener(_application(served, peers, config, guards, traces), listener, guards.http_tls)
+    servers = _grpc_servers(config, guards, served, health, model.files, peers, traces)
     addresses = {kind: address for kind, (_, address) in servers.items()}
     for server, _ in servers.values():
         await server.start()
@@ -165,6 +167,7 @@ async def _serve(config: FrontendConfig, guards: Guards, model: Model, supervisi
         await client.close()
         await http.stop()
         await peers.stop()
+        await asyncio.to_thread(traces.close)
         for server, _ in servers.values():
             await server.stop(0)
     return 1 if failed else 0
@@ -177,26 +180,40 @@ def _grpc_servers(
     health: HealthService,
     files: ModelFiles | None,
     peers: Peers,
+    traces: Spans,
 ) -> dict[str, tuple[grpc.aio.Server, str]]:
     """What speaks gRPC, with its address, by the name under which it is announced. Raises ConfigError."""
     text, size, shared = TextService(served, _new_id), config.max_body_bytes, peers.place.count > 1
     servers = {
         "grpc": listeners.grpc_server(
-            *(config.host, config.grpc_port, text, health, size), tls=guards.grpc_tls, keys=guards.keys, shared=shared
+            *(config.host, config.grpc_port, text, health, size),
+            tls=guards.grpc_tls,
+            keys=guards.keys,
+            shared=shared,
+            spans=traces,
         )
     }
     if files is not None and config.vllm_grpc_port is not None:
         vllm = VllmService(served, files, peers, time.monotonic)
         servers["vllm"] = listeners.vllm_server(
-            *(config.vllm_grpc_host, config.vllm_grpc_port, vllm, health, size), shared=shared
+            *(config.vllm_grpc_host, config.vllm_grpc_port, vllm, health, size), shared=shared, spans=traces
         )
     return servers
 
 
-def _application(served: Served, peers: Peers, config: FrontendConfig, guards: Guards) -> HttpServer:
+def spans(config: FrontendConfig) -> Spans:
+    """Where the frontend's spans go, if somewhere. Raises ConfigError."""
+    try:
+        endpoint = config.otlp_traces_endpoint
+        return Spans(None if endpoint is None else Tracing(endpoint, "greenlane-frontend"))
+    except TracingError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _application(served: Served, peers: Peers, config: FrontendConfig, guards: Guards, traces: Spans) -> HttpServer:
     api = OpenAiApi(served, time.time, _new_id)
     pages = StatusPages(served, Scrape(served, peers), version("greenlane"))
-    return HttpServer({**api.routes(), **pages.routes()}, config.max_body_bytes, guards.keys, OPEN_PATHS)
+    return HttpServer({**api.routes(), **pages.routes()}, config.max_body_bytes, guards.keys, OPEN_PATHS, traces)
 
 
 async def _drain(

@@ -98,6 +98,8 @@ class TextRequest:
     deadline_s: float | None = None
     """Seconds from now."""
     label: str = ""
+    trace_parent: str | None = None
+    """W3C traceparent of the span that it belongs to."""
 
 
 @dataclass(frozen=True, slots=True)

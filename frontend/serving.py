@@ -22,6 +22,7 @@ from frontend.engine_group import added_up
 from frontend.metrics import Figures, Metrics
 from frontend.reasoning import template_thinks
 from frontend.request import ApiError, ChatPrompt, Code, Delta, TextRequest, TokenLogprob, Usage
+from frontend.spans import CallSpan, serving
 from frontend.tokenizer import Tokenizer
 
 INLINE_IDS = 4096
@@ -215,11 +216,14 @@ class Served:
             raise ApiError(Code.UNAVAILABLE, "the server is shutting down", retry_after_s=DRAIN_RETRY_S)
         if request.deadline_s is None and self._request_timeout is not None:
             request = replace(request, deadline_s=self._request_timeout)
+        span = serving()
+        if span is not None:
+            request = replace(request, trace_parent=span.traceparent())
         answer = self._start(request)
         self.metrics.open_requests += 1
         self._idle.clear()
         given_up = functools.partial(self._given_up, self._engine.info)
-        opened = OpenRequest(answer, len(request.prompt_ids), self.metrics, self._clock, given_up, self._ended)
+        opened = OpenRequest(answer, len(request.prompt_ids), self.metrics, self._clock, given_up, self._ended, span)
         self._open[opened] = None
         return opened
 
@@ -257,6 +261,7 @@ class OpenRequest:
         clock: Callable[[], float],
         on_given_up: Callable[[], Awaitable[None]],
         on_end: Callable[[OpenRequest], None],
+        span: CallSpan | None = None,
     ) -> None:
         self._answer = answer
         self._deltas = aiter(answer)
@@ -264,6 +269,7 @@ class OpenRequest:
         self._clock = clock
         self._on_given_up = on_given_up
         self._on_end = on_end
+        self._span = span
         self._started = self._last = clock()
         self.answering = False
         """Whether the first token is here."""
@@ -332,6 +338,9 @@ class OpenRequest:
                 self._metrics.cached_tokens += self._answer.usage.cached_tokens
             self._metrics.count_outcome(self._outcome)
             self._metrics.duration.observe(self._clock() - self._started)
+            if self._span is not None:
+                usage = self._answer.usage
+                self._span.usage(usage.prompt_tokens, usage.completion_tokens, self._outcome)
             self._on_end(self)
 
     def _measure(self, deltas: list[Delta]) -> None:

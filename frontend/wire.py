@@ -59,6 +59,8 @@ def build_add(request: TextRequest, page_size: int, max_bytes: int) -> pb.AddReq
         add.cache_salt = _text("cache_salt", request.cache_salt, MAX_SALT_BYTES)
     if request.label:
         add.label = _text("request_id", request.label, MAX_LABEL_BYTES)
+    if request.trace_parent is not None:
+        add.trace_parent = request.trace_parent
     _assign(add, "priority", request.priority)
     _assign(add, "deadline_s", request.deadline_s)
     if add.ByteSize() <= max_bytes:

@@ -20,7 +20,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MUTANTS = sorted((Path(__file__).parent / "mutants").glob("*.patch"))
-COPIED = ("access", "engine_core", "proto", "tests", "pyproject.toml")
+COPIED = ("access", "engine_core", "proto", "telemetry", "tests", "pyproject.toml")
 NOT_COPIED = shutil.ignore_patterns("fixtures", "mutants")
 RULES = [f"{family}{number}" for family, count in (("L", 7), ("E", 7), ("O", 15)) for number in range(1, count + 1)]
 BROKEN = ("ImportError", "ModuleNotFoundError", "NameError", "AttributeError", "SyntaxError", "TypeError", "fixture")

@@ -60,7 +60,7 @@ def test_every_process_accepts_what_serve_hands_it(tmp_path: Path) -> None:
     values |= {"insecure_listen": True}
     values |= {"vllm_grpc_port": "50052"}
     unset = {flag.key for flag in FLAGS} - values.keys()
-    assert unset == {"engine_address", "decode_sms", "itl_target_ms", "ttft_target_ms"}
+    assert unset == {"engine_address", "decode_sms", "itl_target_ms", "ttft_target_ms", "otlp_traces_endpoint"}
     plan = make_plan(values, tmp_path)
     for argv in (plan.engine, *plan.frontends):
         check_flags(argv)

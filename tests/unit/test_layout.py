@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("access", "engine_core", "frontend")
+PACKAGES = ("access", "engine_core", "frontend", "telemetry")
 
 PLAIN = ("engine_core.config", "engine_core.errors", "engine_core.request", "engine_core.step")
 PLAIN_MODEL = (*PLAIN, "engine_core.model_config")
@@ -51,7 +51,8 @@ INTERNAL_IMPORTS: dict[str, tuple[str, ...]] = {
     "engine_core.executor": (*PLAIN_MODEL, "engine_core.log"),
     "engine_core.models": (*PLAIN_MODEL, "engine_core.ops"),
     "engine_core.ops": PLAIN_MODEL,
-    "frontend": ("access", "greenlane"),
+    "frontend": ("access", "greenlane", "telemetry"),
+    "telemetry": (),
     "access": (),
 }
 PURE = (*PLAIN_MODEL, *BOOKKEEPING, "engine_core.scheduling.scheduler", "engine_core.engine", "engine_core.session")

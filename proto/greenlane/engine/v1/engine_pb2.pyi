@@ -79,7 +79,7 @@ class Hello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., client_name: _Optional[str] = ...) -> None: ...
 
 class AddRequest(_message.Message):
-    __slots__ = ("number", "prompt_ids", "prefix_hashes", "cache_salt", "sampling", "priority", "deadline_s", "label")
+    __slots__ = ("number", "prompt_ids", "prefix_hashes", "cache_salt", "sampling", "priority", "deadline_s", "label", "trace_parent")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HASHES_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +88,7 @@ class AddRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     LABEL_FIELD_NUMBER: _ClassVar[int]
+    TRACE_PARENT_FIELD_NUMBER: _ClassVar[int]
     number: int
     prompt_ids: bytes
     prefix_hashes: bytes
@@ -96,7 +97,8 @@ class AddRequest(_message.Message):
     priority: int
     deadline_s: float
     label: str
-    def __init__(self, number: _Optional[int] = ..., prompt_ids: _Optional[bytes] = ..., prefix_hashes: _Optional[bytes] = ..., cache_salt: _Optional[str] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ..., label: _Optional[str] = ...) -> None: ...
+    trace_parent: str
+    def __init__(self, number: _Optional[int] = ..., prompt_ids: _Optional[bytes] = ..., prefix_hashes: _Optional[bytes] = ..., cache_salt: _Optional[str] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ..., label: _Optional[str] = ..., trace_parent: _Optional[str] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "n", "logprobs", "prompt_logprobs")
