@@ -1,7 +1,7 @@
 """What guards a frontend's listeners, and what it shows to its engine core: certificates and keys, loaded once, fresh
 ever after.
 
-Owns the paths of HTTP that need no key. How a key or a certificate is checked is `access`'s.
+Owns which file guards what. How a key or a certificate is checked is `access`'s.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ from access.keys import KeyFile
 from access.policy import AccessError
 from frontend.config import ConfigError, FrontendConfig
 from frontend.engine_client import CHANNEL_OPTIONS, Metadata, open_channel
-
-OPEN_PATHS = frozenset(("/health", "/ping", "/", "/web/page.js", "/web/page.css"))
-"""Probes bring no key, and a browser none for the page that asks for it. Everything else needs one."""
 
 
 @dataclass(frozen=True, slots=True)

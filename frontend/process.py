@@ -28,7 +28,7 @@ from frontend.config import ConfigError, FrontendConfig, Supervision
 from frontend.engine_client import EngineClient
 from frontend.engine_group import EngineGroup
 from frontend.generate import generate
-from frontend.guards import OPEN_PATHS, Guards
+from frontend.guards import Guards
 from frontend.health import HealthService
 from frontend.http_server import HttpServer
 from frontend.metrics import Metrics
@@ -38,7 +38,7 @@ from frontend.peers import Peers
 from frontend.scrape import Scrape
 from frontend.serving import Health, Served
 from frontend.spans import Spans
-from frontend.status_pages import StatusPages
+from frontend.status_pages import OPEN_PATHS, StatusPages
 from frontend.text_service import SERVICE, TextService
 from frontend.tokenizer import Tokenizer, resolve
 from frontend.vllm_service import SERVICE as VLLM_SERVICE

@@ -22,6 +22,8 @@ WEB_FILES = {
     "/web/page.js": ("page.js", b"text/javascript; charset=utf-8"),
     "/web/page.css": ("page.css", b"text/css; charset=utf-8"),
 }
+OPEN_PATHS = frozenset(("/health", "/ping", *WEB_FILES))
+"""Probes bring no key, and a browser none for the page that asks for it. Every other path needs one."""
 _PAGE_HEADERS: Headers = [
     (b"content-security-policy", b"default-src 'self'; img-src data:; frame-ancestors 'none'"),
     (b"x-content-type-options", b"nosniff"),

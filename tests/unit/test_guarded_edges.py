@@ -20,9 +20,9 @@ from access import tls
 from access.keys import KeyFile
 from access.policy import Access
 from frontend import listeners
-from frontend.guards import OPEN_PATHS
 from frontend.health import HealthService
 from frontend.http_server import HttpServer
+from frontend.status_pages import OPEN_PATHS, WEB_FILES
 from frontend.text_service import SERVICE, TextService
 from tests.certificates import Authority, Issued, key_file
 from tests.unit.scripted_answers import HANG_GUARD_S, MAX_BODY, Site
@@ -99,7 +99,7 @@ async def test_http_probes_need_no_key(tmp_path: Path) -> None:
         for path in ("/health", "/ping"):
             assert (await client.get(path)).json() == {"status": "serving"}
             assert {"status", "model", "device"} < (await client.get(path, headers=KEY)).json().keys()
-        assert (await client.get("/")).status_code == 200
+        assert [(await client.get(path)).status_code for path in WEB_FILES] == [200] * len(WEB_FILES)
 
 
 async def test_a_refused_body_is_not_read(tmp_path: Path) -> None:
