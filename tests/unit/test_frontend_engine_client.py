@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import grpc
 import grpc.aio
@@ -22,7 +21,6 @@ from frontend.streams import RequestStream
 from tests.unit.scripted_engine import (
     HANG_GUARD_S,
     ScriptedEngine,
-    ScriptedSession,
     finish,
     info,
     listening,
@@ -401,41 +399,6 @@ async def test_an_unread_answer_is_bounded(client: EngineClient, engine: Scripte
     await session.until(lambda: sorted(session.aborts) == list(range(1, 129)))
 
 
-async def test_steps_wait_in_the_engine_core_while_nobody_reads(
-    folder: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Red if steps pile up on the way to a frontend that is behind, where they can't merge any more."""
-    reading = asyncio.Event()
-    read = EngineClient._read
-
-    async def read_when_told(client: EngineClient, call: Any) -> pb.SessionResponse:
-        if client.state is ClientState.SERVING:
-            await reading.wait()
-        return await read(client, call)
-
-    monkeypatch.setattr(EngineClient, "_read", read_when_told)
-    client = EngineClient(f"unix:{folder / 'engine'}")
-    await client.start()
-    async with asyncio.timeout(HANG_GUARD_S):
-        await client.serving()
-    session = await engine.session()
-    await client.submit(TextRequest([1]))
-    await session.next_add()
-    sending = asyncio.create_task(_send_steps(session, 8))
-    await asyncio.wait([sending], timeout=1.0)
-    assert session.sent <= 2, "the first is on its way, the second waits to be written"
-    reading.set()
-    async with asyncio.timeout(HANG_GUARD_S):
-        await sending
-    await client.close()
-
-
-async def _send_steps(session: ScriptedSession, count: int) -> None:
-    """Steps of 256 rows."""
-    for _ in range(count):
-        await session.send(tokens=[(1, 7)] * 256)
-
-
 async def test_the_other_calls(client: EngineClient, engine: ScriptedEngine) -> None:
     """Red if a pass-through calls the wrong method or drops its argument."""
     assert await client.get_info() == engine.info
@@ -498,36 +461,6 @@ async def test_a_message_at_the_limit_arrives_and_one_beyond_ends_the_session(
     assert (await failure(stream)).code is Code.UNAVAILABLE
     await asyncio.gather(oversized, return_exceptions=True)  # the client may leave before it is written
     await engine.session()
-
-
-async def test_the_reason_for_a_sessions_end_is_heard_while_writing(
-    folder: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Red if a message that can't be sent any more hides the status with which the engine core ended the session."""
-    reading = asyncio.Event()
-    read = EngineClient._read
-
-    async def read_when_told(client: EngineClient, call: Any) -> pb.SessionResponse:
-        if client.state is ClientState.SERVING:
-            await reading.wait()
-        return await read(client, call)
-
-    monkeypatch.setattr(EngineClient, "_read", read_when_told)
-    client = EngineClient(f"unix:{folder / 'engine'}")
-    await client.start()
-    async with asyncio.timeout(HANG_GUARD_S):
-        await client.serving()
-    session = await engine.session()
-    stream = await client.submit(TextRequest([1]))
-    await session.next_add()
-    await session.send(tokens=[(1, 7)])
-    session.end(grpc.StatusCode.RESOURCE_EXHAUSTED, "read and acknowledge faster")
-    for _ in range(20):  # until the end has come as far as this side's transport
-        await asyncio.sleep(0.02)
-        await client.submit(TextRequest([1]))
-    reading.set()
-    assert "RESOURCE_EXHAUSTED: read and acknowledge faster" in (await failure(stream)).message
-    await client.close()
 
 
 async def test_a_fault_of_our_own_fails_the_requests(
