@@ -51,6 +51,13 @@ class Access:
             )
 
 
+def check_in_the_clear(flag: str, address: str, remedy: str) -> None:
+    """Raise AccessError for a key that would go to `host:port` elsewhere without TLS."""
+    place = split_address(address)
+    if place is not None and not is_loopback(place[0]):
+        raise AccessError(f"{flag}: the key would go to {place[0]} in the clear, for all on the way to read; {remedy}")
+
+
 def is_loopback(host: str) -> bool:
     """Whether an address or name reaches this machine alone; `host` may stand in brackets."""
     try:

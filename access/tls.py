@@ -62,12 +62,15 @@ def server_credentials(access: Access) -> grpc.ServerCredentials:
     """The credentials of a gRPC listener. Raises AccessError for files that can't be served."""
     latest = _Latest(_files(access), lambda: _configuration(access))
 
-    def newest() -> grpc.ServerCertificateConfiguration:
-        """gRPC calls this before every handshake."""
-        latest.refresh()
-        return latest.made
+    def newer() -> grpc.ServerCertificateConfiguration | None:
+        """gRPC calls this before every handshake; None: those in use, which it need not read in again."""
+        return latest.made if latest.refresh() else None
 
-    return grpc.dynamic_ssl_server_credentials(latest.made, newest, access.ca_certs is not None)
+    return grpc.dynamic_ssl_server_credentials(
+        latest.made,
+        newer,  # type: ignore[arg-type]  # the stubs don't know that it may say None
+        access.ca_certs is not None,
+    )
 
 
 def channel_credentials(

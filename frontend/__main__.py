@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from access.policy import AccessError, is_loopback, split_address
+from access.policy import AccessError, check_in_the_clear, is_loopback, split_address
 from frontend.config import ConfigError, FrontendConfig, Place, Supervision
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -195,6 +195,16 @@ def _check_engine(config: FrontendConfig) -> None:
     guards = (config.engine_tls_ca_certs, config.engine_api_key_file)
     if any(address.startswith("unix:") for address in addresses) and guards != (None, None):
         raise ConfigError("--engine-tls-… and --engine-api-key-file go with --engine-address host:port")
+    if config.engine_api_key_file is not None and config.engine_tls_ca_certs is None and not config.insecure_listen:
+        for address in addresses:
+            _check_in_the_clear(address)
+
+
+def _check_in_the_clear(address: str) -> None:
+    try:
+        check_in_the_clear("--engine-api-key-file", address, "--engine-tls-ca-certs makes it TLS")
+    except AccessError as error:
+        raise ConfigError(str(error)) from error
 
 
 def die_with_parent(parent_pid: int) -> None:

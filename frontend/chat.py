@@ -16,7 +16,7 @@ import grpc
 from greenlane.text.v1 import text_pb2, text_pb2_grpc
 
 from access.keys import KeyFile
-from access.policy import AccessError
+from access.policy import AccessError, check_in_the_clear
 from access.tls import channel_credentials
 
 MESSAGE_BYTES = 64 << 20
@@ -81,8 +81,10 @@ class Server:
     api_key_file: str | None = None
 
     def channel(self) -> grpc.Channel:
-        """Raises AccessError for files that can't be read."""
+        """Raises AccessError for files that can't be read, and for a key that would travel in the clear."""
         if self.ca_certs is None:
+            if self.api_key_file is not None:
+                check_in_the_clear("--api-key-file", self.address, "--ssl-ca-certs makes it TLS")
             channel = grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS)
         else:
             credentials = channel_credentials("--ssl", self.ca_certs, self.certfile, self.keyfile)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from engine_core.engine import DRAIN_RETRY_S
 from engine_core.errors import RejectReason, StatusCode
 from engine_core.request import (
     FINISH_ABORT,
@@ -298,6 +299,7 @@ def test_finished_requests_don_t_linger_behind_their_deadlines() -> None:
 
 
 def test_draining_finishes_what_is_open_and_refuses_the_rest() -> None:
+    """Red when a drain cuts off what is open, takes something new, or doesn't say when to come again."""
     rig = Rig()
     before = rig.add(PROMPT, max_tokens=4)
     rig.engine.drain()
@@ -306,6 +308,7 @@ def test_draining_finishes_what_is_open_and_refuses_the_rest() -> None:
     assert rig.of(before).tokens == expected_tokens(before, 0)
     error = error_of(rig, after, 1)
     assert (error.code, error.reject_reason) == (StatusCode.UNAVAILABLE, RejectReason.DRAINING)
+    assert error.retry_after_s == DRAIN_RETRY_S
 
 
 def test_a_drain_s_end_aborts_with_unavailable_at_once() -> None:

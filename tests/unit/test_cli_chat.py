@@ -218,6 +218,8 @@ def test_a_guarded_server(tmp_path: Path) -> None:
     assert run("chat", "hello", *to)[0] == 1
     status, _, said = run("chat", "hello", *to, "--api-key-file", "/nowhere/keys")
     assert (status, "--api-key-file /nowhere/keys can't be read" in said) == (2, True)
+    status, _, said = run("chat", "hello", "--address", "example.org:50051", "--api-key-file", keys)
+    assert (status, "in the clear" in said) == (2, True)
     server.stop(None).wait()
 
 
