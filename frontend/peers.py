@@ -42,8 +42,7 @@ class Peers:
     async def start(self) -> None:
         """Listen for the others."""
         if self.place.folder is not None:
-            path = self._path(self.place.number)
-            path.unlink(missing_ok=True)  # of this frontend before its restart
+            path = self._path(self.place.number)  # asyncio removes the socket of this frontend before its restart
             self._server = await asyncio.start_unix_server(self._serve, path, limit=MAX_LINE_BYTES)
 
     async def stop(self) -> None:
