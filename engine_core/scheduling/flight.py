@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine_core.errors import EngineDead
-from engine_core.scheduling.policy import Load, Observed
 from engine_core.scheduling.rows import RowGroup
+from engine_core.scheduling.step_model import Load, Observed, Work
 from engine_core.step import LogprobBlock, PrefillResult, StepResult
 
 if TYPE_CHECKING:
@@ -112,13 +112,18 @@ class InFlight:
         if flight.batch is not None:
             self.batch = flight.batch
 
-    def observed(self) -> Observed | None:
-        """What the oldest plan was, if its time says what such a step takes: no batch ran beside it."""
-        flight = self._flights[0] if self._flights else None
-        if flight is None or flight.load is None or flight.batch is not None or self.batch is not None:
-            return None
-        tokens = sum(chunk.length for chunk in flight.chunks)
-        return Observed(flight.load, tokens)
+    def observed(self, result: StepResult) -> list[Observed]:
+        """What the result of the oldest plan says of the time that its work took; before the plan lands."""
+        flight, seen = self._flights[0] if self._flights else None, []
+        if flight is not None and flight.load is not None and flight.batch is None and result.error is None:
+            tokens = sum(chunk.length for chunk in flight.chunks)
+            beside = self.batch is not None and self.batch.step < flight.step
+            work = Work.BESIDE if beside else Work.MIXED if tokens else Work.DECODE
+            seen.append(Observed(work, flight.load, tokens, result.busy_us))
+        for prefill in result.prefills:
+            if self.batch is not None and prefill.step == self.batch.step and prefill.error is None:
+                seen.append(_observed_batch(self.batch.chunks, prefill.busy_us))
+        return seen
 
     def land(self, result: StepResult) -> Flight:
         """The plan that a result answers, after all its counts were checked. Raises ResultMismatch."""
@@ -166,6 +171,12 @@ class InFlight:
         if self.batch is not None and len(self._flights) == 1 and self._flights[0].empty:
             return f"it was asked for the prefill of step {self.batch.step}, which isn't in it"
         return None
+
+
+def _observed_batch(chunks: list[Chunk], busy_us: int) -> Observed:
+    tokens = sum(chunk.length for chunk in chunks)
+    history = sum(chunk.length * chunk.start for chunk in chunks) // tokens
+    return Observed(Work.BATCH, Load(0, 0, tokens, tokens, history), tokens, busy_us)
 
 
 def _chunks_problem(flight: Flight, result: StepResult) -> str | None:

@@ -14,11 +14,11 @@ doesn't, or can't: under such a load a decode step costs more, and everybody's a
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Protocol
 
+from engine_core.scheduling.step_model import Load, Observed, StepModel
 from engine_core.step import MOST_PRIMARY_TOKENS, StepTimes
 
 TARGET_FACTOR = 1.8
@@ -27,10 +27,6 @@ TTFT_TARGET_MS = 400.0
 """Without `--ttft-target-ms` and `--itl-target-ms`: how long prompts may take, all that wait together."""
 MARGIN = 0.92
 """Of the target, for what the model doesn't know."""
-LEARNING = 0.1
-"""Weight of a new observation in a correction."""
-CORRECTION = (0.5, 3.0)
-"""A correction stays within these: one stalled step must not switch prefill off."""
 
 
 class Way(Enum):
@@ -45,22 +41,6 @@ class Way(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """What a step would hold."""
-
-    rows: int
-    """Decode rows."""
-    context: int
-    """Tokens of KV that they read together."""
-    remaining: int
-    """Prompt tokens to compute, of all that wait."""
-    first: int
-    """Those of the prompt that is next."""
-    history: int
-    """Tokens of that prompt's KV that are computed already."""
-
-
-@dataclass(frozen=True, slots=True)
 class Choice:
     """Up to `tokens` prompt tokens, computed that way."""
 
@@ -68,21 +48,12 @@ class Choice:
     way: Way
 
 
-@dataclass(frozen=True, slots=True)
-class Observed:
-    """A step that ran with nothing beside it."""
-
-    load: Load
-    tokens: int
-    """Of chunks in its forward."""
-
-
 class PrefillPolicy(Protocol):
     def choose(self, load: Load) -> Choice:
         """For the step that is being planned."""
 
-    def observe(self, observed: Observed, busy_us: int) -> None:
-        """What a step took."""
+    def observe(self, observed: Observed) -> None:
+        """What work took that was run."""
 
 
 class FixedPolicy:
@@ -97,12 +68,12 @@ class FixedPolicy:
             return Choice(self._token_budget, Way.ALONE)
         return Choice(self._token_budget, Way.LANE) if self._lane else Choice(self._token_budget - load.rows, Way.MIXED)
 
-    def observe(self, observed: Observed, busy_us: int) -> None:
+    def observe(self, observed: Observed) -> None:
         """Nothing depends on it."""
 
 
 class AutoPolicy:
-    """`auto`: see the module. Times are microseconds."""
+    """`auto`: see the module."""
 
     def __init__(
         self, token_budget: int, times: StepTimes, itl_target_ms: float | None, ttft_target_ms: float | None
@@ -113,19 +84,7 @@ class AutoPolicy:
         self._target_us = None if itl_target_ms is None else 1e3 * itl_target_ms
         self._patience_us = float("inf") if ttft_target_ms is None else 1e3 * ttft_target_ms
         self._token_budget = token_budget
-        self._times = times
-        self._rows = [rows for rows, _ in times.decode]
-        self._decode = [us for _, us in times.decode]
-        self._beside = [us for _, us in times.beside]
-        self._lane_tokens = [tokens for tokens, _ in times.lane]
-        self._lane = [us for _, us in times.lane]
-        self._mixed: dict[int, list[tuple[int, int]]] = {}
-        for rows, tokens, us in times.mixed:
-            sizes = self._mixed.setdefault(rows, [])
-            if not sizes or sizes[-1][0] < token_budget:
-                sizes.append((min(tokens, token_budget), us))
-        self._mixed_rows = sorted(self._mixed)
-        self._corrections: dict[Way | None, float] = {None: 1.0, Way.MIXED: 1.0}
+        self.model = StepModel(times, token_budget)
 
     def choose(self, load: Load) -> Choice:
         if not load.rows:
@@ -134,31 +93,17 @@ class AutoPolicy:
         chunk, ways = self._best_chunk(load, target), []
         if chunk is not None:
             ways.append((self._mixed_us(load, chunk), Choice(chunk, Way.MIXED)))
-        if self.beside(load) <= target:
+        if self.model.beside(load) <= target:
             ways.append((self._lane_us(load), Choice(self._token_budget, Way.LANE)))
         us, choice = min(ways or [self._gentlest(load)], key=lambda way: way[0])
         return choice if us <= self._patience_us else self._patient(load, choice, us)
 
-    def _gentlest(self, load: Load) -> tuple[float, Choice]:
-        """The way with the shortest decode step."""
-        smallest = self._sizes(load.rows)[0][0]
-        if self.beside(load) < self.mixed(load, smallest):
-            return self._lane_us(load), Choice(self._token_budget, Way.LANE)
-        return self._mixed_us(load, smallest), Choice(smallest, Way.MIXED)
-
-    def _patient(self, load: Load, choice: Choice, us: float) -> Choice:
-        """The smallest chunk with which nobody waits too long, or else the one that works the backlog off fastest."""
-        for tokens, _ in self._sizes(load.rows):
-            took = self._mixed_us(load, tokens)
-            if took < us:
-                choice, us = Choice(tokens, Way.MIXED), took
-            if us <= self._patience_us or tokens >= load.remaining:
-                break
-        return choice
-
     def target(self, load: Load) -> float:
         """What a decode step may take."""
-        return self._target_us if self._target_us is not None else TARGET_FACTOR * self.decode(load)
+        return self._target_us if self._target_us is not None else TARGET_FACTOR * self.model.decode(load)
+
+    def observe(self, observed: Observed) -> None:
+        self.model.observe(observed)
 
     def _best_chunk(self, load: Load, target: float) -> int | None:
         """The largest chunk that keeps the target; no larger than what completes all prompts.
@@ -166,66 +111,36 @@ class AutoPolicy:
         A larger chunk may take less time than a smaller one (matrix products come in tiles), so all are looked at.
         """
         best = None
-        for tokens, _ in self._sizes(load.rows):
-            if self.mixed(load, tokens) <= target:
+        for tokens in self.model.sizes(load.rows):
+            if self.model.mixed(load, tokens) <= target:
                 best = tokens
             if tokens >= load.remaining:
                 break
         return best
 
+    def _gentlest(self, load: Load) -> tuple[float, Choice]:
+        """The way with the shortest decode step."""
+        smallest = self.model.sizes(load.rows)[0]
+        if self.model.beside(load) < self.model.mixed(load, smallest):
+            return self._lane_us(load), Choice(self._token_budget, Way.LANE)
+        return self._mixed_us(load, smallest), Choice(smallest, Way.MIXED)
+
+    def _patient(self, load: Load, choice: Choice, us: float) -> Choice:
+        """The smallest chunk with which nobody waits too long, or else the one that works the backlog off fastest."""
+        for tokens in self.model.sizes(load.rows):
+            took = self._mixed_us(load, tokens)
+            if took < us:
+                choice, us = Choice(tokens, Way.MIXED), took
+            if us <= self._patience_us or tokens >= load.remaining:
+                break
+        return choice
+
     def _mixed_us(self, load: Load, tokens: int) -> float:
-        """Until the prompt is computed, in chunks of that size."""
+        """Until the prompts are computed, in chunks of that size."""
         steps = -(-load.remaining // tokens)
-        middle = Load(load.rows, load.context, load.remaining, load.first, load.history + load.first // 2)
-        return steps * self.mixed(middle, tokens)
+        return steps * self.model.mixed(replace(load, history=load.history + load.first // 2), tokens)
 
     def _lane_us(self, load: Load) -> float:
-        """Until the prompt is computed on the prefill lane, and joined by the decode step that runs then."""
+        """Until the prompts are computed on the prefill lane, and joined by the decode step that runs then."""
         tokens = min(load.remaining, self._token_budget)
-        batches = -(-load.remaining // tokens)
-        history = self._times.history_ns * 1e-3 * load.history * load.remaining
-        us = _at(self._lane_tokens, self._lane, tokens)
-        return batches * (us + history) + self.beside(load)
-
-    # -------------------------- predictions, in microseconds
-
-    def decode(self, load: Load) -> float:
-        """A step of decode rows alone."""
-        return self._corrections[None] * (self._table(self._decode, load.rows) + self._reading(load))
-
-    def beside(self, load: Load) -> float:
-        """A decode step on its partition, beside a prefill."""
-        reading = self._reading(load) * self._times.beside_slowdown
-        return self._corrections[None] * (self._table(self._beside, load.rows) + reading)
-
-    def mixed(self, load: Load, tokens: int) -> float:
-        """A step of decode rows with a chunk of that size."""
-        us = next(us for size, us in self._sizes(load.rows) if size >= tokens)
-        history = self._times.history_ns * 1e-3 * load.history * tokens
-        return self._corrections[Way.MIXED] * (us + self._reading(load) + history)
-
-    def observe(self, observed: Observed, busy_us: int) -> None:
-        """Move the correction of that kind of step. Prefill alone has no target to miss."""
-        load, tokens = observed.load, observed.tokens
-        if not load.rows or tokens > self._sizes(load.rows)[-1][0]:
-            return
-        way = Way.MIXED if tokens else None
-        predicted = self.mixed(load, tokens) if tokens else self.decode(load)
-        moved = self._corrections[way] * (1 + LEARNING * (busy_us / predicted - 1))
-        self._corrections[way] = min(max(moved, CORRECTION[0]), CORRECTION[1])
-
-    def _table(self, times: list[int], rows: int) -> float:
-        return times[min(bisect_left(self._rows, rows), len(times) - 1)]
-
-    def _reading(self, load: Load) -> float:
-        return self._times.context_ns * 1e-3 * load.context
-
-    def _sizes(self, rows: int) -> list[tuple[int, int]]:
-        """(tokens, us) of the chunks that can stand beside so many decode rows."""
-        return self._mixed[self._mixed_rows[min(bisect_left(self._mixed_rows, rows), len(self._mixed_rows) - 1)]]
-
-
-def _at(sizes: list[int], times: list[int], size: int) -> float:
-    """The time of a size, in proportion above the largest."""
-    index = bisect_left(sizes, size)
-    return times[index] if index < len(sizes) else times[-1] * size / sizes[-1]
+        return -(-load.remaining // tokens) * self.model.batch(load, tokens) + self.model.beside(load)

@@ -24,18 +24,19 @@ from engine_core.scheduling.deadlines import Deadlines
 from engine_core.scheduling.flight import Chunk, Flight, InFlight, PrefillBatch, ResultMismatch
 from engine_core.scheduling.open_sequences import OpenSequences
 from engine_core.scheduling.outputs import Events, Started
-from engine_core.scheduling.policy import Choice, Load, PrefillPolicy, Way
+from engine_core.scheduling.policy import Choice, PrefillPolicy, Way
 from engine_core.scheduling.residency import Residency
 from engine_core.scheduling.results import Results
 from engine_core.scheduling.rows import DECODE, RowGroup, Slots
 from engine_core.scheduling.sequence import Ended, Sequence, SequenceState
+from engine_core.scheduling.step_model import Load
 from engine_core.step import MAX_CHUNKS, Lane, PrefillChunk, RowStart, StepPlan, StepResult
 
 ADMITTED_TOKENS_PER_STEP = 16384
 """Known ids of the sequences that one step admits, so that the host work of long prompts (cached ones cost no budget)
 doesn't stretch the other rows' step. One sequence of any length may always enter."""
-OBSERVED_EVERY = 16
-"""Of so many steps of decode rows alone, the policy sees one."""
+OBSERVED_EVERY = 8
+"""Of so many steps of decode rows with nothing beside them, the policy sees one."""
 NO_PREFILL = Choice(0, Way.ALONE)
 
 
@@ -150,10 +151,10 @@ class Scheduler:
 
     def apply(self, result: StepResult) -> Events:
         """What a step's result brings about. Raises ResultMismatch, having applied nothing."""
-        observed = self.in_flight.observed()
+        observed = self.in_flight.observed(result)
         events = self.results.apply(result)
-        if observed is not None and result.error is None:
-            self._policy.observe(observed, result.busy_us)
+        for work in observed:
+            self._policy.observe(work)
         return events
 
     def fail_owed(self, mismatch: ResultMismatch, cause: str) -> Events:
@@ -201,7 +202,7 @@ class Scheduler:
         The load is None where it needn't be known: for most steps of decode rows alone.
         """
         prefilling = self.in_flight.batch is None and bool(self.sequences.prefilling or len(self.sequences.waiting))
-        if not prefilling and (self.in_flight.batch is not None or self.steps % OBSERVED_EVERY):
+        if not prefilling and self.in_flight.batch is None and self.steps % OBSERVED_EVERY:
             return None, NO_PREFILL
         load = self._load(decode.slots)
         return load, self._policy.choose(load) if prefilling else NO_PREFILL

@@ -12,9 +12,11 @@ from engine_core.errors import EngineDead, StatusCode
 from engine_core.request import FINISH_ERROR, FINISH_LENGTH, Abort
 from engine_core.scheduling.flight import BatchState, Flight, PrefillBatch
 from engine_core.scheduling.outputs import Events
+from engine_core.scheduling.policy import FixedPolicy
+from engine_core.scheduling.step_model import Observed, Work
 from engine_core.step import PrefillResult, StepResult
 from tests.engine.rig import Rig
-from tests.engine.simulated_worker import expected_tokens
+from tests.engine.simulated_worker import LANE_US, STEP_US, expected_tokens
 
 PROMPT = [1, 2, 3, 4, 5, 6]
 LONG = [7 + i % 30 for i in range(20)]
@@ -275,3 +277,34 @@ def test_a_batch_can_t_complete_before_its_step_is_answered() -> None:
     rig.worker.hold([early])
     with pytest.raises(EngineDead, match="before its step was answered"):
         rig.engine.step(0.0)
+
+
+class Listening(FixedPolicy):
+    """Remembers what work took."""
+
+    def __init__(self, *, lane: bool) -> None:
+        super().__init__(8, lane=lane)
+        self.seen: list[Observed] = []
+
+    def observe(self, observed: Observed) -> None:
+        self.seen.append(observed)
+
+
+@pytest.mark.parametrize("lane", [False, True])
+def test_the_policy_learns_what_each_kind_of_work_took(lane: bool) -> None:
+    """Red when a step beside a batch teaches what decode takes alone, or the time of a batch or a mixed step is lost:
+    then `auto` goes on predicting what it measured at start."""
+    policy = Listening(lane=lane)
+    rig = Rig(overlap=lane, policy=policy, async_depth=1, max_num_batched_tokens=8)
+    rig.add(PROMPT, max_tokens=60, seed=5)
+    rig.turn()
+    rig.add(LONG, max_tokens=3)
+    for _ in range(4):
+        rig.worker.finish_step()
+        rig.step()
+    rig.run()
+    took = {(seen.work, seen.busy_us) for seen in policy.seen if seen.load.rows or seen.work is Work.BATCH}
+    beside = {(Work.BATCH, LANE_US), (Work.BESIDE, STEP_US)} if lane else {(Work.MIXED, STEP_US)}
+    assert took == {(Work.DECODE, STEP_US), *beside}
+    batches = [(seen.tokens, seen.load.history) for seen in policy.seen if seen.work is Work.BATCH]
+    assert batches == ([(8, 0), (8, 8), (4, 16)] if lane else [])

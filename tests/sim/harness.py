@@ -23,8 +23,9 @@ from engine_core.request import (
     prefix_chain,
     resolve,
 )
-from engine_core.scheduling.policy import Choice, FixedPolicy, Load, Observed, Way
+from engine_core.scheduling.policy import Choice, FixedPolicy, Way
 from engine_core.scheduling.scheduler import Scheduler
+from engine_core.scheduling.step_model import Load, Observed
 from engine_core.step import Lane
 from tests.sim.executor import SimExecutor
 from tests.sim.rank import CONTEXT, PAGE, SLOTS, VOCAB, DriverFaults, Rank
@@ -47,7 +48,7 @@ class TakingTurns:
         ways = (Choice(3, Way.MIXED), Choice(self._budget, Way.LANE), Choice(self._budget - load.rows, Way.MIXED))
         return ways[self._asked % len(ways)]
 
-    def observe(self, observed: Observed, busy_us: int) -> None:
+    def observe(self, observed: Observed) -> None:
         assert observed.load.rows or observed.tokens, "an empty step was observed"
 
 

@@ -30,6 +30,7 @@ POLICY_NAMES = (
     "scheduling.results",
     "scheduling.rows",
     "scheduling.sequence",
+    "scheduling.step_model",
     "scheduling.tally",
     "scheduling.waiting",
 )

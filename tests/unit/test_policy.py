@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from engine_core.device.fake import pretended_times
-from engine_core.scheduling.policy import AutoPolicy, Choice, FixedPolicy, Load, Observed, Way
+from engine_core.scheduling.policy import AutoPolicy, Choice, FixedPolicy, Way
+from engine_core.scheduling.step_model import Load, Observed, Work
 from engine_core.step import MOST_PRIMARY_TOKENS, StepTimes
 
 BUDGET = 4096
@@ -74,9 +77,9 @@ def test_where_prompts_pile_up_chunks_grow() -> None:
 
 def test_long_contexts_shrink_the_chunk() -> None:
     """Red when reading the decode rows' KV, or the chunk's own history, isn't counted."""
-    policy = auto(9.3)
-    assert policy.mixed(load(), 256) < policy.mixed(load(context=40_000), 256)
-    assert policy.mixed(load(), 256) < policy.mixed(load(history=8192), 256)
+    model = auto(9.3).model
+    assert model.mixed(load(), 256) < model.mixed(load(context=40_000), 256)
+    assert model.mixed(load(), 256) < model.mixed(load(history=8192), 256)
 
 
 def test_without_a_target_it_follows_the_lone_pace() -> None:
@@ -88,14 +91,32 @@ def test_without_a_target_it_follows_the_lone_pace() -> None:
 
 def test_it_learns_from_steps_and_forgets_outliers() -> None:
     """Red when observations don't move predictions, move the wrong kind, or one stall moves them without bound."""
+    policy, model = auto(9.0), auto(9.0).model
+    policy.model = model
+    kinds: dict[Work, Callable[[], float]] = {
+        Work.DECODE: lambda: model.decode(load()),
+        Work.MIXED: lambda: model.mixed(load(), 128),
+        Work.BESIDE: lambda: model.beside(load()),
+        Work.BATCH: lambda: model.batch(load(), 128),
+    }
+    before = {work: predict() for work, predict in kinds.items()}
+    for slower, work in enumerate(Work, 1):
+        for _ in range(200):
+            policy.observe(Observed(work, load(), 128, round((1 + slower / 10) * before[work])))
+        for other, predict in kinds.items():
+            learned = 1 + list(Work).index(other) / 10 + 0.1 if list(Work).index(other) < slower else 1.0
+            assert predict() == pytest.approx(learned * before[other], rel=0.02)
+    policy.observe(Observed(Work.DECODE, load(), 0, 10**9))
+    assert model.decode(load()) <= 3 * before[Work.DECODE]
+
+
+def test_what_has_no_prediction_teaches_nothing() -> None:
+    """Red when prefill without decode rows, or a chunk larger than any table entry, moves a correction."""
     policy = auto(9.0)
-    before = policy.mixed(load(), 128)
-    for _ in range(200):
-        policy.observe(Observed(load(), 128), round(1.3 * before))
-    assert policy.mixed(load(), 128) == pytest.approx(1.3 * before, rel=0.02)
-    assert policy.decode(load()) == pytest.approx(3160)
-    policy.observe(Observed(load(), 0), 10**9)
-    assert policy.decode(load()) <= 3 * 3160
+    for work in (Work.DECODE, Work.MIXED, Work.BESIDE):
+        policy.observe(Observed(work, load(rows=0), 128, 10**9))
+    policy.observe(Observed(Work.MIXED, load(), 10**6, 10**9))
+    assert policy.choose(load()) == auto(9.0).choose(load())
 
 
 @given(

@@ -1,0 +1,134 @@
+"""A small model of what steps take: tables measured at start, terms for context, corrections learned while running.
+
+Owns the predictions, in microseconds, and what is learned from steps that were run; `policy.py` owns the choice that
+follows. Every kind of work has a correction of its own: the measured over the predicted, averaged over recent steps.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from enum import Enum
+
+from engine_core.step import StepTimes
+
+LEARNING = 0.15
+"""Weight of a new observation in a correction."""
+CORRECTION = (0.5, 3.0)
+"""A correction stays within these: one stalled step must not switch prefill off."""
+
+
+class Work(Enum):
+    """Kinds of work, each with its own correction."""
+
+    DECODE = "decode"
+    """A step of decode rows alone on the whole GPU."""
+    MIXED = "mixed"
+    """A step of decode rows with a chunk in the same forward."""
+    BESIDE = "beside"
+    """A decode step on its partition, beside a prefill."""
+    BATCH = "batch"
+    """A batch on the prefill lane, beside decode."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a step would hold."""
+
+    rows: int
+    """Decode rows."""
+    context: int
+    """Tokens of KV that they read together."""
+    remaining: int
+    """Prompt tokens to compute, of all that wait."""
+    first: int
+    """Those of the prompt that is next."""
+    history: int
+    """Tokens of that prompt's KV that are computed already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """Work that was run, and what it took."""
+
+    work: Work
+    load: Load
+    tokens: int
+    """Of chunks."""
+    busy_us: int
+
+
+class StepModel:
+    """Predictions from `StepTimes`. A row count or a chunk between two sizes counts as the larger."""
+
+    def __init__(self, times: StepTimes, token_budget: int) -> None:
+        self._times = times
+        self._rows = [rows for rows, _ in times.decode]
+        self._decode = [us for _, us in times.decode]
+        self._beside = [us for _, us in times.beside]
+        self._batch_tokens = [tokens for tokens, _ in times.lane]
+        self._batch = [us for _, us in times.lane]
+        self._mixed: dict[int, list[tuple[int, int]]] = {}
+        for rows, tokens, us in times.mixed:
+            sizes = self._mixed.setdefault(rows, [])
+            if not sizes or sizes[-1][0] < token_budget:
+                sizes.append((min(tokens, token_budget), us))
+        self._mixed_rows = sorted(self._mixed)
+        self._corrections = dict.fromkeys(Work, 1.0)
+
+    def sizes(self, rows: int) -> list[int]:
+        """Tokens of the chunks that can stand beside so many decode rows, ascending."""
+        return [tokens for tokens, _ in self._sizes(rows)]
+
+    def decode(self, load: Load) -> float:
+        us = self._table(self._decode, load.rows) + self._reading(load)
+        return self._corrections[Work.DECODE] * us
+
+    def beside(self, load: Load) -> float:
+        us = self._table(self._beside, load.rows) + self._reading(load) * self._times.beside_slowdown
+        return self._corrections[Work.BESIDE] * us
+
+    def mixed(self, load: Load, tokens: int) -> float:
+        us = next(us for size, us in self._sizes(load.rows) if size >= tokens)
+        return self._corrections[Work.MIXED] * (us + self._reading(load) + self._history(load, tokens))
+
+    def batch(self, load: Load, tokens: int) -> float:
+        """In proportion to its tokens above the largest size."""
+        index = bisect_left(self._batch_tokens, tokens)
+        largest = self._batch[-1] * tokens / self._batch_tokens[-1]
+        us = self._batch[index] if index < len(self._batch) else largest
+        return self._corrections[Work.BATCH] * (us + self._history(load, tokens))
+
+    def observe(self, observed: Observed) -> None:
+        """Move the correction of that kind of work."""
+        predicted = self._predict(observed)
+        if predicted is None:
+            return
+        moved = self._corrections[observed.work] * (1 + LEARNING * (observed.busy_us / predicted - 1))
+        self._corrections[observed.work] = min(max(moved, CORRECTION[0]), CORRECTION[1])
+
+    def _predict(self, observed: Observed) -> float | None:
+        """None where there is nothing to compare with: no decode row, or a chunk that no decode row waits for."""
+        load, tokens = observed.load, observed.tokens
+        match observed.work:
+            case Work.BATCH:
+                return self.batch(load, tokens)
+            case Work.DECODE if load.rows:
+                return self.decode(load)
+            case Work.BESIDE if load.rows:
+                return self.beside(load)
+            case Work.MIXED if load.rows and tokens <= self._sizes(load.rows)[-1][0]:
+                return self.mixed(load, tokens)
+        return None
+
+    def _table(self, times: list[int], rows: int) -> float:
+        return times[min(bisect_left(self._rows, rows), len(times) - 1)]
+
+    def _reading(self, load: Load) -> float:
+        return self._times.context_ns * 1e-3 * load.context
+
+    def _history(self, load: Load, tokens: int) -> float:
+        return self._times.history_ns * 1e-3 * load.history * tokens
+
+    def _sizes(self, rows: int) -> list[tuple[int, int]]:
+        return self._mixed[self._mixed_rows[min(bisect_left(self._mixed_rows, rows), len(self._mixed_rows) - 1)]]
