@@ -77,6 +77,11 @@ class Flight:
     """What the policy was asked about, where its time can teach the policy."""
 
     @property
+    def timed(self) -> bool:
+        """Its time says what such a step takes: the load is known, and it launched nothing beside itself."""
+        return self.load is not None and self.batch is None and not self.empty
+
+    @property
     def empty(self) -> bool:
         """A plan that only asks for the prefill in flight."""
         return self.rows.slots.size == 0 and not self.chunks and self.batch is None
@@ -115,7 +120,8 @@ class InFlight:
     def observed(self, result: StepResult) -> list[Observed]:
         """What the result of the oldest plan says of the time that its work took; before the plan lands."""
         flight, seen = self._flights[0] if self._flights else None, []
-        if flight is not None and flight.load is not None and flight.batch is None and result.error is None:
+        if flight is not None and flight.timed and result.error is None:
+            assert flight.load is not None
             tokens = sum(chunk.length for chunk in flight.chunks)
             beside = self.batch is not None and self.batch.step < flight.step
             work = Work.BESIDE if beside else Work.MIXED if tokens else Work.DECODE
