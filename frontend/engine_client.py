@@ -29,8 +29,6 @@ from frontend.wire import ProtocolViolation, build_add
 MAX_MESSAGE_BYTES = 1 << 20
 CALL_TIMEOUT_S = 5.0
 """Of the calls beside the session."""
-DRAIN_GRACE_S = 10.0
-"""What a Drain call may take beyond its own time cap."""
 LISTENER_TIMEOUT_S = 1.0
 STATE_TIMEOUT_S = 1.0
 FIRST_BACKOFF_S = 0.1
@@ -205,14 +203,6 @@ class EngineClient:
             lambda engine: engine.FlushCache(pb.FlushCacheRequest(), timeout=CALL_TIMEOUT_S)
         )
         return answer.pages_dropped
-
-    async def drain(self, timeout_s: float = 30.0) -> pb.DrainResponse:
-        """Drain the engine core, for all its frontends. Raises ApiError (UNAVAILABLE) when it doesn't answer."""
-        request = pb.DrainRequest(timeout_s=timeout_s)
-        answer: pb.DrainResponse = await self._call(
-            lambda engine: engine.Drain(request, timeout=timeout_s + DRAIN_GRACE_S, metadata=self._metadata())
-        )
-        return answer
 
     async def _call(self, start: Callable[[engine_pb2_grpc.EngineStub], Any]) -> Any:
         if self._channel is None:

@@ -174,9 +174,6 @@ class ScriptedEngine(engine_pb2_grpc.EngineServicer):
         await self.stats_answer.wait()
         return pb.GetStatsResponse(uptime_s=1.0)
 
-    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
-        return pb.DrainResponse(finished=int(request.timeout_s))
-
 
 @asynccontextmanager
 async def listening(engine: engine_pb2_grpc.EngineServicer, path: Path) -> AsyncIterator[str]:
