@@ -29,6 +29,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
     ) -> Any:
         if handler_call_details.method in OPEN_METHODS or self._keys.accepts(_authorization(handler_call_details)):
             return await continuation(handler_call_details)
+        self._keys.refused += 1
         # a stream handler runs without waiting for a message, and any kind of call can be refused by one
         return grpc.stream_stream_rpc_method_handler(_refuse)
 

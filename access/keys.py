@@ -29,6 +29,8 @@ class KeyFile:
 
     def __init__(self, flag: str, path: str) -> None:
         """Raises AccessError for a file that can't be read now or holds no key."""
+        self.refused = 0
+        """Calls turned away for want of a key; counted by whoever turns them away."""
         self._flag = flag
         self._path = path
         self._file = FreshFiles([(flag, path)])

@@ -78,6 +78,7 @@ FRONTEND_COUNTERS: dict[str, tuple[str, Callable[[Figures], int]]] = {
     "prompt_tokens": ("Prompt tokens of finished requests", lambda figures: figures.prompt_tokens),
     "cached_tokens": ("Those that the prefix cache held", lambda figures: figures.cached_tokens),
     "output_tokens": ("Tokens sent on to clients", lambda figures: figures.output_tokens),
+    "unauthorized": ("Calls turned away for want of a key", lambda figures: figures.unauthorized),
     "engine_fail_stops": ("Times that the engine core said it had failed", lambda figures: figures.fail_stops),
     "engine_sessions_lost": ("Sessions with the engine core that were lost", lambda figures: figures.sessions_lost),
 }

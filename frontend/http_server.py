@@ -202,7 +202,8 @@ class HttpServer:
 
     def _admit(self, exchange: Exchange) -> None:
         """Raise HttpError (401) for a request that lacks its key, whether or not there is anything at its path."""
-        if not exchange.trusted and exchange.path not in self._open_paths:
+        if self._keys is not None and not exchange.trusted and exchange.path not in self._open_paths:
+            self._keys.refused += 1
             raise HttpError(
                 401, "a key is needed: send the header `Authorization: Bearer KEY`", [(b"www-authenticate", b"Bearer")]
             )

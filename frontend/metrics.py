@@ -37,6 +37,7 @@ class Figures(msgspec.Struct, frozen=True):
     output_tokens: int
     fail_stops: int
     sessions_lost: int
+    unauthorized: int
     ttft: Observed
     gap: Observed
     duration: Observed
@@ -75,8 +76,8 @@ class Metrics:
         """One request ended; `outcome` is one of OUTCOMES (KeyError otherwise)."""
         self._outcomes[outcome] += 1
 
-    def figures(self, fail_stops: int = 0, sessions_lost: int = 0) -> Figures:
-        """All of them now; the arguments are the engine client's."""
+    def figures(self, fail_stops: int = 0, sessions_lost: int = 0, unauthorized: int = 0) -> Figures:
+        """All of them now; the arguments are the engine client's and the key file's."""
         return Figures(
             outcomes=dict(self._outcomes),
             open_requests=self.open_requests,
@@ -85,6 +86,7 @@ class Metrics:
             output_tokens=self.output_tokens,
             fail_stops=fail_stops,
             sessions_lost=sessions_lost,
+            unauthorized=unauthorized,
             ttft=self.ttft.observed(),
             gap=self.gap.observed(),
             duration=self.duration.observed(),

@@ -143,6 +143,7 @@ async def _serve(config: FrontendConfig, guards: Guards, model: Model, supervisi
         clock=time.monotonic,
         request_timeout=config.request_timeout,
         engine_restarts=supervision.engine_restarts,
+        keys=guards.keys,
     )
     client.on_state(lambda _: health.tell(served.health is Health.SERVING))
     peers, shared, traces = Peers(supervision.place), supervision.place.count > 1, spans(config)

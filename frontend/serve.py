@@ -126,6 +126,11 @@ def _place(folder: Path, place: int, count: int) -> list[str]:
 
 def _listen(address: str) -> list[str]:
     """The engine core's own flags for its address."""
+    if "," in address:
+        raise ConfigError(
+            f"--engine-address is {address!r}, and `serve` starts one engine core; for several start each with "
+            "`greenlane engine`, and `greenlane frontend` before them"
+        )
     if address.startswith("unix:"):
         return [f"--address={address}"]
     place = split_address(address)

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from greenlane.engine.v1 import engine_pb2
 
+from access.keys import KeyFile
 from frontend.chat_template import ChatTemplate
 from frontend.engine_client import ClientState
 from frontend.engine_group import added_up
@@ -102,6 +103,7 @@ class Served:
         clock: Callable[[], float],
         request_timeout: float | None = None,
         engine_restarts: bool = False,
+        keys: KeyFile | None = None,
     ) -> None:
         """`names[0]` is the one reported; `start` sends a request to the engine core; `clock` and times in seconds.
 
@@ -119,6 +121,7 @@ class Served:
         self._lost: engine_pb2.GetInfoResponse | None = None
         self._clock = clock
         self._request_timeout = request_timeout
+        self._keys = keys
         self._while_lost = Health.STARTING if engine_restarts else Health.DEAD
         self._draining = False
         self._open: dict[OpenRequest, None] = {}
@@ -148,7 +151,8 @@ class Served:
 
     def figures(self) -> Figures:
         """This frontend's own, now."""
-        return self.metrics.figures(self._engine.fail_stops, self._engine.sessions_lost)
+        refused = 0 if self._keys is None else self._keys.refused
+        return self.metrics.figures(self._engine.fail_stops, self._engine.sessions_lost, refused)
 
     async def engine_stats(self) -> engine_pb2.GetStatsResponse | None:
         """Fresh figures of all engine cores together, None if none answers in time."""

@@ -40,6 +40,8 @@ def test_serving_every_interface(make_server: MakeServer, tmp_path: Path) -> Non
         assert subprocess.run([*GREENLANE, *asked, *guards], capture_output=True, timeout=GUARD_S).returncode == 0
         refused = subprocess.run([*GREENLANE, *asked, guards[0]], capture_output=True, text=True, timeout=GUARD_S)
         assert (refused.returncode, "UNAUTHENTICATED" in refused.stderr) == (1, True)
+        scrape = transport.get(f"{url}/metrics", headers={"authorization": "Bearer the-key"}).text
+        assert 'greenlane_frontend_unauthorized_total{frontend="1"} 2.0' in scrape
         key_file(tmp_path, "other-key")
         with pytest.raises(openai.AuthenticationError):
             client.models.list()

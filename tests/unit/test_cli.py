@@ -144,6 +144,7 @@ def test_plan_with_tcp_engine(tmp_path: Path) -> None:
         ({"engine_address": "example.org:7000"}, "--engine-address: example.org is not loopback"),
         ({"engine_address": "127.0.0.1:0"}, "port must be from 1 to 65535"),
         ({"engine_address": "7000"}, "must be unix:/path or host:port"),
+        ({"engine_address": "unix:/a,unix:/b"}, "starts one engine core"),
         ({"frontends": "0"}, "--frontends is 0"),
         ({"frontends": "many"}, "--frontends is 'many'"),
         ({"start_timeout": "soon"}, "--start-timeout is 'soon'"),

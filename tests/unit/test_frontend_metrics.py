@@ -96,7 +96,9 @@ def test_every_frontend_has_series_of_its_own() -> None:
     one, two = Metrics(), Metrics()
     one.count_outcome("stop")
     two.ttft.observe(0.03)
-    found = samples(render({2: two.figures(fail_stops=4, sessions_lost=5), 1: one.figures(), 3: None}, [None]))
+    found = samples(
+        render({2: two.figures(fail_stops=4, sessions_lost=5, unauthorized=6), 1: one.figures(), 3: None}, [None])
+    )
     assert [found[f"greenlane_frontend_up {place}"] for place in (1, 2, 3)] == [1.0, 1.0, 0.0]
     assert [found[f"greenlane_frontend_requests_total {place} stop"] for place in (1, 2)] == [1.0, 0.0]
     assert "greenlane_frontend_open_requests 3" not in found
@@ -104,6 +106,7 @@ def test_every_frontend_has_series_of_its_own() -> None:
     assert (found[f"{name} 1"], found[f"{name} 2"]) == (0.0, 1.0)
     assert found["greenlane_frontend_engine_fail_stops_total 2"] == 4.0
     assert found["greenlane_frontend_engine_sessions_lost_total 2"] == 5.0
+    assert found["greenlane_frontend_unauthorized_total 2"] == 6.0
 
 
 async def test_one_outcome_a_request() -> None:

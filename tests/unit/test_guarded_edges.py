@@ -90,6 +90,8 @@ async def test_http_asks_for_a_key(tmp_path: Path) -> None:
         assert twice.status_code == 401
         assert (await client.get("/v1/models", headers=KEY)).status_code == 200
         assert (await client.get("/nowhere", headers=KEY)).status_code == 404
+        assert (await client.get("/health")).status_code == 200
+        assert keys.refused == 8 * 3 + 1, "a call that is let in counts, or one that isn't doesn't"
 
 
 async def test_http_probes_need_no_key(tmp_path: Path) -> None:
@@ -204,6 +206,7 @@ async def test_grpc_asks_for_a_key(tmp_path: Path) -> None:
             with pytest.raises(grpc.aio.AioRpcError) as failed:
                 await asyncio.wait_for(call, HANG_GUARD_S)
             assert failed.value.code() is UNAUTHENTICATED
+        assert keys.refused == 2 + len(calls)
         health = health_pb2_grpc.HealthStub(open_channel)
         assert (await health.Check(health_pb2.HealthCheckRequest())).status == 1
         assert (await health.Watch(health_pb2.HealthCheckRequest()).read()).status == 1
