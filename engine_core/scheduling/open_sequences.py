@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from engine_core.cache.prefix import CachedPage
 from engine_core.request import FINISH_ABORT, FinishError, Request
 from engine_core.scheduling.residency import Residency
+from engine_core.scheduling.rows import Slots
 from engine_core.scheduling.sequence import Ended, Family, Sequence, SequenceState, end_of
+from engine_core.scheduling.step_model import Load
 from engine_core.scheduling.waiting import WaitingQueue
 from engine_core.step import RowStart
 
@@ -61,6 +63,21 @@ class OpenSequences:
     def known(self, sequence: Sequence) -> int:
         """Ids known of a sequence, prompt included."""
         return int(self.residency.rows.known[sequence.slot]) if sequence.slot >= 0 else sequence.stored
+
+    def load(self, decode: Slots) -> Load:
+        """What a step with these decode rows would hold, and which prompts wait."""
+        computed, known = self.residency.rows.computed, self.residency.rows.known
+        slots = [sequence.slot for sequence in self.prefilling]
+        left = [int(known[slot] - computed[slot]) for slot in slots]
+        head = self.waiting.head()
+        queued = 0 if head is None else head.stored
+        return Load(
+            rows=decode.size,
+            context=int(computed[decode].sum()),
+            remaining=max(1, sum(left) + queued * len(self.waiting)),
+            first=left[0] if left else max(1, queued),
+            history=int(computed[slots[0]]) if slots else 0,
+        )
 
     # -------------------------- changing state
 

@@ -204,22 +204,8 @@ class Scheduler:
         prefilling = self.in_flight.batch is None and bool(self.sequences.prefilling or len(self.sequences.waiting))
         if not prefilling and self.in_flight.batch is None and self.steps % OBSERVED_EVERY:
             return None, NO_PREFILL
-        load = self._load(decode.slots)
+        load = self.sequences.load(decode.slots)
         return load, self._policy.choose(load) if prefilling else NO_PREFILL
-
-    def _load(self, decode: Slots) -> Load:
-        computed, known = self._rows.computed, self._rows.known
-        slots = [sequence.slot for sequence in self.sequences.prefilling]
-        left = [int(known[slot] - computed[slot]) for slot in slots]
-        head = self.sequences.waiting.head()
-        queued = 0 if head is None else head.stored
-        return Load(
-            rows=decode.size,
-            context=int(computed[decode].sum()),
-            remaining=max(1, sum(left) + queued * len(self.sequences.waiting)),
-            first=left[0] if left else max(1, queued),
-            history=int(computed[slots[0]]) if slots else 0,
-        )
 
     def _submit(
         self,

@@ -111,25 +111,11 @@ def _open(
 ) -> Opened:
     device = torch.device("cuda", ordinal)
     streams, partition = open_streams(driver, config.decode_overlap, config.decode_sms, created)
-    parameters = load_parameters(
-        Path(config.model),
-        model,
-        dtype=torch.bfloat16,
-        device=device,
-        load_format=config.load_format,
-        progress=progress,
-    )
-    progress("load kernels", 0, 1)
-    cache = CodeCache(Path.home() / ".cache" / "greenlane" / "kernels")
-    kernels = CudaKernels(cache, lambda: int(_cuda.current_stream().cuda_stream))
     shape = HeadShape(model.num_heads, model.num_kv_heads, model.head_dim, config.page_size)
-    width = -(-_max_model_len(config, model) // config.page_size)
-    page_table = torch.zeros(config.max_num_seqs + 1, width, dtype=torch.int32, device=device)
-    rope = _rope(model, _max_model_len(config, model)).to(device)
-    decoder = CudaDecoder(model, parameters, kernels, shape, rope, page_table)
-    rows = config.max_num_seqs
+    width, rows = -(-_max_model_len(config, model) // config.page_size), config.max_num_seqs
+    page_table = torch.zeros(rows + 1, width, dtype=torch.int32, device=device)
+    decoder, kernels = _decoder(config, model, shape, page_table, progress)
     tables = SamplingTables(rows, model.vocab_size, device)
-    progress("load kernels", 1, 1)
     opened = Opened(
         config=config,
         model=model,
@@ -158,6 +144,28 @@ def _open(
         opened.lanes[lane] = _lane(opened, lane, width)
     progress("prepare prefill attention", 1, 1)
     return opened
+
+
+def _decoder(
+    config: WorkerConfig, model: ModelConfig, shape: HeadShape, page_table: torch.Tensor, progress: Progress
+) -> tuple[CudaDecoder, CudaKernels]:
+    """Weights on the device, and the kernels that run over them, compiled unless they were before."""
+    device = page_table.device
+    parameters = load_parameters(
+        Path(config.model),
+        model,
+        dtype=torch.bfloat16,
+        device=device,
+        load_format=config.load_format,
+        progress=progress,
+    )
+    progress("load kernels", 0, 1)
+    cache = CodeCache(Path.home() / ".cache" / "greenlane" / "kernels")
+    kernels = CudaKernels(cache, lambda: int(_cuda.current_stream().cuda_stream))
+    rope = _rope(model, _max_model_len(config, model)).to(device)
+    decoder = CudaDecoder(model, parameters, kernels, shape, rope, page_table)
+    progress("load kernels", 1, 1)
+    return decoder, kernels
 
 
 def _rope(model: ModelConfig, positions: int) -> torch.Tensor:
