@@ -5,6 +5,7 @@ Owns the one place where errors turn into statuses; `api_errors.py` says what st
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 from collections.abc import Awaitable, Callable
@@ -43,7 +44,10 @@ def with_status(method: Method) -> Method:
             logger.error("%s failed: %s", method.__qualname__, where(error))
             failed = unexpected(error)
         details = ((STATUS_DETAILS_KEY, grpc_details(failed)),)
-        return await context.abort(grpc_status(failed), failed.message, trailing_metadata=details)
+        try:
+            return await context.abort(grpc_status(failed), failed.message, trailing_metadata=details)
+        except grpc.aio.InternalError:  # the client left in the meantime: nobody is there to be told
+            raise asyncio.CancelledError from None
 
     return call
 

@@ -153,6 +153,13 @@ async def answer(session: ScriptedSession, count: int) -> None:
     await session.send(finishes=[finish(add.number, prompt_tokens=1, output_tokens=2)])
 
 
+async def serving(client: httpx.AsyncClient) -> None:
+    """Until the frontend has taken the engine core's session for its own."""
+    async with asyncio.timeout(GUARD_S):
+        while (await client.get("/health")).status_code != 200:
+            await asyncio.sleep(0.02)
+
+
 async def ask(client: httpx.AsyncClient, **fields: Any) -> httpx.Response:
     return await client.post("/v1/completions", json={"prompt": CANARY, **fields})
 
@@ -205,6 +212,7 @@ async def test_lost_engine(folder: Path) -> None:
         engine = ScriptedEngine(info(instance_id="two"))
         async with listening(engine, folder / "engine"):
             session = await engine.session()
+            await serving(client)
             asking = asyncio.ensure_future(ask(client))
             await answer(session, 1)
             assert (await asking).status_code == 200
