@@ -98,7 +98,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     yield rig
     rig.close()
     assert set(psutil.Process().children()) == before, "a worker was left behind"
-    assert len(os.listdir("/proc/self/fd")) == descriptors, "descriptors were left open"
+    assert len(os.listdir("/proc/self/fd")) <= descriptors, "descriptors were left open"
 
 
 def plan(step: int, slots: int = 1) -> StepPlan:

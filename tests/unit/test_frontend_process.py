@@ -157,7 +157,7 @@ async def serving(client: httpx.AsyncClient) -> None:
     """Until the frontend has taken the engine core's session for its own."""
     async with asyncio.timeout(GUARD_S):
         while (await client.get("/health")).status_code != 200:
-            await asyncio.sleep(0.02)
+            pass
 
 
 async def ask(client: httpx.AsyncClient, **fields: Any) -> httpx.Response:
