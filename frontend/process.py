@@ -213,7 +213,7 @@ def spans(config: FrontendConfig) -> Spans:
 
 def _application(served: Served, peers: Peers, config: FrontendConfig, guards: Guards, traces: Spans) -> HttpServer:
     api = OpenAiApi(served, time.time, _new_id)
-    pages = StatusPages(served, Scrape(served, peers), version("greenlane"))
+    pages = StatusPages(served, Scrape(served, peers), version("greenlane"), time.monotonic)
     return HttpServer({**api.routes(), **pages.routes()}, config.max_body_bytes, guards.keys, OPEN_PATHS, traces)
 
 

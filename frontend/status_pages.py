@@ -1,4 +1,4 @@
-"""What operators and browsers look at: health, metrics, version, and a small page about the server.
+"""What operators and browsers look at: health, metrics, version, and a small page about the server with its figures.
 
 Owns those HTTP paths and the files of `web/`, read once at the start. Nothing here touches a request being served.
 """
@@ -6,6 +6,7 @@ Owns those HTTP paths and the files of `web/`, read once at the start. Nothing h
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -15,28 +16,39 @@ from frontend.exposition import CONTENT_TYPE
 from frontend.http_server import Exchange, Routes
 from frontend.scrape import Scrape
 from frontend.serving import Health, Served
+from frontend.status import Status
 
 WEB_FOLDER = Path(__file__).parent / "web"
+SCRIPTS = ("page.js", "figures.js", "lanes.js", "chat.js", "access.js")
 WEB_FILES = {
     "/": ("index.html", b"text/html; charset=utf-8"),
-    "/web/page.js": ("page.js", b"text/javascript; charset=utf-8"),
     "/web/page.css": ("page.css", b"text/css; charset=utf-8"),
+    **{f"/web/{name}": (name, b"text/javascript; charset=utf-8") for name in SCRIPTS},
 }
 OPEN_PATHS = frozenset(("/health", "/ping", *WEB_FILES))
 """Probes bring no key, and a browser none for the page that asks for it. Every other path needs one."""
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+)
+"""Nothing from elsewhere, nothing inline, and no string ever becomes markup or code."""
 _PAGE_HEADERS: Headers = [
-    (b"content-security-policy", b"default-src 'self'; img-src data:; frame-ancestors 'none'"),
+    (b"content-security-policy", POLICY.encode()),
     (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cache-control", b"no-cache"),
 ]
 
 
 class StatusPages:
     """Handlers over one served model."""
 
-    def __init__(self, served: Served, scrape: Scrape, version: str) -> None:
+    def __init__(self, served: Served, scrape: Scrape, version: str, clock: Callable[[], float]) -> None:
+        """`clock` is in seconds."""
         self._served = served
         self._scrape = scrape
         self._version = version
+        self._status = Status(served, scrape, version, clock)
 
     def routes(self) -> Routes:
         pages = {
@@ -48,6 +60,7 @@ class StatusPages:
             "/health": {"GET": self.health},
             "/ping": {"GET": self.health, "POST": self.health},
             "/metrics": {"GET": self.metrics},
+            "/status.json": {"GET": self.status},
             "/version": {"GET": self.version},
         }
 
@@ -66,6 +79,10 @@ class StatusPages:
 
     async def metrics(self, exchange: Exchange) -> None:
         await exchange.answer(await self._scrape.text(), content_type=CONTENT_TYPE.encode())
+
+    async def status(self, exchange: Exchange) -> None:
+        """What the page draws, once a second while it is looked at."""
+        await exchange.answer(await self._status.json(), headers=[(b"cache-control", b"no-store")])
 
     async def version(self, exchange: Exchange) -> None:
         await exchange.answer(msgspec.json.encode({"version": self._version}))

@@ -162,7 +162,7 @@ class Site:
         )
         ids = iter(range(1, 1 << 30))
         self.api = OpenAiApi(self.served, lambda: NOW, lambda: f"id{next(ids)}")
-        self.pages = StatusPages(self.served, Scrape(self.served, Peers(Place())), "1.2.3")
+        self.pages = StatusPages(self.served, Scrape(self.served, Peers(Place())), "1.2.3", lambda: self.time)
         self.app = HttpServer({**self.api.routes(), **self.pages.routes()}, MAX_BODY)
 
     async def _lose(self) -> None:

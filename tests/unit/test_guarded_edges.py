@@ -77,6 +77,7 @@ async def test_http_asks_for_a_key(tmp_path: Path) -> None:
             ("POST", "/tokenize"),
             ("GET", "/metrics"),
             ("GET", "/version"),
+            ("GET", "/status.json"),
             ("GET", "/nowhere"),
             ("GET", "/health/"),
             ("DELETE", "/v1/models"),

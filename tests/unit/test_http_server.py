@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 from collections.abc import AsyncIterator
 
 import httpx
@@ -18,6 +19,7 @@ from frontend.engine_client import ClientState
 from frontend.http_server import Exchange, HttpServer
 from frontend.request import ApiError, Code
 from frontend.serving import Health
+from frontend.status_pages import WEB_FILES
 from tests.unit.scripted_answers import HANG_GUARD_S, MAX_BODY, Site, gated, until, words
 
 CANARY = "the-canary-sang-at-dawn"
@@ -297,12 +299,17 @@ async def test_pages(client: httpx.AsyncClient) -> None:
     """Red if a page or one of its files is missing, or loads anything from elsewhere."""
     page = await client.get("/")
     assert page.headers["content-type"].startswith("text/html")
-    assert "default-src 'self'" in page.headers["content-security-policy"]
-    for name in ("page.js", "page.css"):
-        assert f'"/web/{name}"' in page.text
-        assert (await client.get(f"/web/{name}")).status_code == 200
-    assert "http://" not in page.text
-    assert "https://" not in page.text
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';" in policy
+    assert "unsafe" not in policy
+    named = re.findall(r'(?:src|href)="(/web/[^"]+)"', page.text)
+    for path in WEB_FILES.keys() - {"/"}:
+        text = (await client.get(path)).raise_for_status().text
+        named += [f"/web/{name}" for name in re.findall(r'from "\./([^"]+)"', text)]
+        assert "https://" not in text
+        assert not set(re.findall(r"http://\S+", text)) - {'http://www.w3.org/2000/svg";'}
+    assert set(named) == WEB_FILES.keys() - {"/"}, "a file is asked for that isn't there, or never asked for"
+    assert not re.search(r"https?://| on[a-z]+=|style=", page.text)
     assert (await client.get("/version")).json() == {"version": "1.2.3"}
     assert (await client.head("/health")).status_code == 200
 
