@@ -1,0 +1,53 @@
+"""`--decode-overlap auto` in real processes on the fake device: any mix of ways gives the tokens of `off`."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import MakeServer
+from tests.e2e.harness import Server
+
+pytestmark = pytest.mark.e2e
+
+CLIENTS = 12
+LENGTHS = (5, 40, 64, 300, 900)
+FLAGS = ("--device=fake", "--no-enable-prefix-caching", "--max-num-seqs=16", "--kv-cache-memory=64MiB")
+
+
+def answers(server: Server) -> list[list[int]]:
+    """Tokens of forty requests, a dozen at a time: long answers to short prompts beside short ones to long prompts."""
+    rng = random.Random(3)
+    bodies: list[dict[str, Any]] = [
+        {
+            "prompt": [rng.randrange(10, 4000) for _ in range(rng.choice(LENGTHS))],
+            "max_tokens": rng.choice((2, 200)),
+            "temperature": rng.choice((0.0, 1.0)),
+            "seed": number,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        for number in range(40)
+    ]
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        replies = list(pool.map(lambda body: server.complete(**body), bodies))
+    assert [reply.status_code for reply in replies] == [200] * len(bodies)
+    return [reply.json()["choices"][0]["token_ids"] for reply in replies]
+
+
+def ways(server: Server) -> dict[str, float]:
+    metrics = server.metrics()
+    return {way: metrics["greenlane_engine_prefills_total", "1", way] for way in ("alone", "mixed", "lane")}
+
+
+def test_auto_gives_the_tokens_of_off(make_server: MakeServer) -> None:
+    """Red when a choice of the policy changes a token, loses a request, or `auto` never puts a prompt beside decode."""
+    auto, off = make_server(*FLAGS, "--decode-overlap=auto"), make_server(*FLAGS, "--decode-overlap=off")
+    assert answers(auto) == answers(off)
+    chosen = ways(auto)
+    assert chosen["alone"] > 0
+    assert chosen["mixed"] + chosen["lane"] > 0
+    assert ways(off)["lane"] == 0
