@@ -357,6 +357,12 @@ def announce(ready_fd: int, address: str, info: pb.GetInfoResponse) -> None:
             "total_pages": info.total_pages,
             "page_size": info.page_size,
             "instance_id": info.instance_id,
+            "lanes": {
+                "overlap": info.lanes.overlap,
+                "decode_sms": info.lanes.decode_sms,
+                "prefill_sms": info.lanes.prefill_sms,
+                "sm_alignment": info.lanes.sm_alignment,
+            },
         },
     }
     with contextlib.suppress(BrokenPipeError), os.fdopen(ready_fd, "w", encoding="utf-8") as pipe:

@@ -298,7 +298,9 @@ class EngineService(engine_pb2_grpc.EngineServicer):
 
     @_statuses
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
-        response = pb.GetStatsResponse(state=pb.EngineState.Name(self.state), uptime_s=self._clock() - self._started)
+        response = pb.GetStatsResponse(
+            state=pb.EngineState.Name(self.state), uptime_s=self._clock() - self._started, lanes=self._info.lanes
+        )
         stats = await self._core.stats()
         if stats is not None:
             for part in (response.gauges, response.counters):

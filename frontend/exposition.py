@@ -153,6 +153,21 @@ def buckets(observed: Observed) -> list[tuple[str, float]]:
     return out
 
 
+def _of_lanes(answered: Mapping[str, engine_pb2.GetStatsResponse]) -> Iterable[Metric]:
+    """The mode and the split in force; 0 SMs where the device has none to count."""
+    sms = GaugeMetricFamily(
+        "greenlane_engine_lane_sms",
+        "SMs of decode while a prefill is in flight, and of the prefill lane",
+        labels=["engine", "overlap", "lane"],
+    )
+    alignment = GaugeMetricFamily("greenlane_engine_sm_alignment", "SMs that a split moves by", labels=["engine"])
+    for number, stats in answered.items():
+        for lane, count in (("primary", stats.lanes.decode_sms), ("prefill", stats.lanes.prefill_sms)):
+            sms.add_metric([number, stats.lanes.overlap, lane], float(count))
+        alignment.add_metric([number], float(stats.lanes.sm_alignment))
+    yield from (sms, alignment)
+
+
 def _of_engines(engines: Engines) -> Iterable[Metric]:
     up = GaugeMetricFamily("greenlane_engine_up", "Whether the engine core answered this scrape", labels=["engine"])
     answered: dict[str, engine_pb2.GetStatsResponse] = {}
@@ -165,6 +180,7 @@ def _of_engines(engines: Engines) -> Iterable[Metric]:
     for number, stats in answered.items():
         uptime.add_metric([number], stats.uptime_s)
     yield uptime
+    yield from _of_lanes(answered)
     for name, text in ENGINE_GAUGES.items():
         gauge = GaugeMetricFamily(f"greenlane_engine_{name}", text, labels=["engine"])
         for number, stats in answered.items():

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from access.folders import private_folder
 from access.policy import is_loopback, split_address
@@ -208,7 +209,7 @@ def announce(engine_address: str, ready_fd: int | None, ready: Mapping[str, Read
     listening = [each for each in LISTENERS if each.kind in frontends[0]]
     served = {each.kind: sorted({frontend[each.kind] for frontend in frontends}) for each in listening}
     places = " · ".join(f"{each.spoken} {' '.join(served[each.kind])}" for each in listening)
-    sys.stdout.write(f"ready: {places} · engine {engine_address}\n")
+    sys.stdout.write(f"ready: {places} · engine {engine_address}{_lanes(ready)}\n")
     sys.stdout.flush()
     if ready_fd is not None:
         message = {**served, "engine": engine_address, "pids": pids, **_info(ready)}
@@ -216,5 +217,14 @@ def announce(engine_address: str, ready_fd: int | None, ready: Mapping[str, Read
             pipe.write(json.dumps(message) + "\n")
 
 
-def _info(ready: Mapping[str, Ready]) -> dict[str, object]:
+def _lanes(ready: Mapping[str, Ready]) -> str:
+    """What is in force where prefill may have a lane of its own."""
+    lanes = _info(ready)["info"].get("lanes", {})
+    if lanes.get("overlap", "off") == "off":
+        return ""
+    split = f" ({lanes['decode_sms']} SMs beside {lanes['prefill_sms']}, in steps of {lanes['sm_alignment']})"
+    return f" · lanes {lanes['overlap']}{split if lanes['decode_sms'] else ''}"
+
+
+def _info(ready: Mapping[str, Ready]) -> dict[str, Any]:
     return {"info": ready[CORE].get("info", {})}

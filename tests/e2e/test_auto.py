@@ -6,10 +6,12 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import grpc
 import pytest
+from greenlane.engine.v1 import engine_pb2, engine_pb2_grpc
 
 from tests.e2e.conftest import MakeServer
-from tests.e2e.harness import Server
+from tests.e2e.harness import CHANNEL_OPTIONS, Server
 
 pytestmark = pytest.mark.e2e
 
@@ -51,3 +53,18 @@ def test_auto_gives_the_tokens_of_off(make_server: MakeServer) -> None:
     assert chosen["alone"] > 0
     assert chosen["mixed"] + chosen["lane"] > 0
     assert ways(off)["lane"] == 0
+
+
+def test_what_is_in_force_is_told(make_server: MakeServer) -> None:
+    """Red when the start-up line, GetInfo or the metrics don't say the mode, each lane's SMs and their alignment."""
+    server = make_server(*FLAGS, "--decode-overlap=green", "--decode-sms=32")
+    assert "lanes green (32 SMs beside 100, in steps of 8)" in server.logged()
+    lanes = server.ready["info"]["lanes"]
+    assert lanes == {"overlap": "green", "decode_sms": 32, "prefill_sms": 100, "sm_alignment": 8}
+    metrics = server.metrics()
+    told = {lane: metrics["greenlane_engine_lane_sms", "1", lane, "green"] for lane in ("primary", "prefill")}
+    assert told == {"primary": 32, "prefill": 100}
+    assert metrics["greenlane_engine_sm_alignment", "1"] == 8
+    with grpc.insecure_channel(server.engine, options=CHANNEL_OPTIONS) as channel:
+        info = engine_pb2_grpc.EngineStub(channel).GetInfo(engine_pb2.GetInfoRequest(), timeout=60)
+    assert (info.lanes.overlap, info.lanes.decode_sms, info.lanes.prefill_sms) == ("green", 32, 100)

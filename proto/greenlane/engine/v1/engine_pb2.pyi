@@ -340,16 +340,18 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("state", "uptime_s", "gauges", "counters")
+    __slots__ = ("state", "uptime_s", "gauges", "counters", "lanes")
     STATE_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     GAUGES_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    LANES_FIELD_NUMBER: _ClassVar[int]
     state: EngineState
     uptime_s: float
     gauges: Gauges
     counters: Counters
-    def __init__(self, state: _Optional[_Union[EngineState, str]] = ..., uptime_s: _Optional[float] = ..., gauges: _Optional[_Union[Gauges, _Mapping]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ...) -> None: ...
+    lanes: LaneInfo
+    def __init__(self, state: _Optional[_Union[EngineState, str]] = ..., uptime_s: _Optional[float] = ..., gauges: _Optional[_Union[Gauges, _Mapping]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., lanes: _Optional[_Union[LaneInfo, _Mapping]] = ...) -> None: ...
 
 class Gauges(_message.Message):
     __slots__ = ("running", "waiting", "sessions", "pages_total", "pages_free", "pages_cached", "pages_referenced", "pages_retiring", "steps_in_flight", "prefills_in_flight")
