@@ -15,8 +15,8 @@ import torch
 from engine_core.device.driver import Driver
 from engine_core.device.lanes import LaneStream, record
 
-RING = 4
-"""A step sends twice when a prefill joins it, and its copies start only behind the step before it."""
+RING = 2
+"""A step's copy starts behind the step before it: a refresh waits only where two more are in flight already."""
 INPUT_EVENT_FLAGS = 0x1 | 0x2
 """Blocking, without timing, as completions are."""
 
