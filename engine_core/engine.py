@@ -105,12 +105,27 @@ class Engine:
         self._end(self._scheduler.expire(now))
         for result in self._executor.collect():
             self._commit(self._apply(result))
+        self._see_to_grammars()
         while (plan := self._scheduler.schedule()) is not None:
             self._executor.submit(plan)
         for started in self._scheduler.take_started():
             self._ledger.start(started, now)
             self._outputs.start(started)
         self._publish_outputs()
+
+    def _see_to_grammars(self) -> None:
+        """Take those that are prepared, ask for new ones, give back those of requests that have ended."""
+        for prepared in self._executor.prepared():
+            released, ended = self._scheduler.sequences.prepared(prepared)
+            if released:
+                first = released[0].request
+                self._outputs.accept(first.session, first.number)
+            self._end(ended)
+        grammars = self._scheduler.sequences.grammars
+        for key, grammar in grammars.take_unsent():
+            self._executor.prepare(key, grammar)
+        for key in grammars.take_unneeded():
+            self._executor.forget(key)
 
     def _apply(self, result: StepResult) -> Events:
         try:
@@ -168,7 +183,8 @@ class Engine:
             self._reject(request, refusal)
             return
         self._ledger.accept(sequences, now)
-        self._outputs.accept(request.session, request.number)
+        if request.grammar is None:  # else it is once that is compiled
+            self._outputs.accept(request.session, request.number)
 
     def _reject(self, request: Request, refusal: Rejected) -> None:
         """Every sequence number of the request gets its last word."""

@@ -33,6 +33,7 @@ class RejectReason(enum.IntEnum):
     QUEUE_FULL = 7
     DRAINING = 8
     MALFORMED = 9
+    GRAMMAR = 10
 
     @property
     def code(self) -> StatusCode:

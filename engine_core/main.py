@@ -285,6 +285,7 @@ def model_limits(config: EngineConfig, model: ModelConfig, ready: Ready) -> Mode
         total_pages=ready.total_pages,
         eos_token_ids=model.eos_token_ids,
         defaults=model.defaults,
+        no_grammars=ready.no_grammars,
     )
 
 

@@ -10,6 +10,8 @@ What combinations mean, written once:
   * Before `min_tokens` output tokens, stop ids and eos ids can't be drawn at all. With `ignore_eos` eos ids can.
   * Penalties look at prompt and output (repetition) or output alone (presence, frequency).
   * Logprobs describe the raw distribution: no parameter above changes them.
+  * With a grammar, eos ends the sequence even with `ignore_eos`, and `min_tokens` is refused: at the grammar's end
+    nothing else can be drawn.
   * `n` sequences of one request draw with seeds derived from the request's seed; sequence 0 uses the seed itself.
 """
 
@@ -32,6 +34,8 @@ MAX_LOGPROBS = 20
 MAX_SALT_BYTES = 256
 MAX_LABEL_BYTES = 256
 PREFIX_HASH_BYTES = 32
+MAX_GRAMMAR_BYTES = 128 << 10
+"""Bounds how deep what compiles it can recurse, too."""
 
 Ids = npt.NDArray[np.int32]
 
@@ -57,6 +61,17 @@ class ModelLimits:
     total_pages: int
     eos_token_ids: tuple[int, ...] = ()
     defaults: SamplingDefaults = SamplingDefaults()
+    no_grammars: str | None = None
+    """Why grammars can't be served, if they can't."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an output must follow, as text that only the worker reads."""
+
+    kind: str
+    """json_schema, regex, lark, choice or structural_tag, as in engine.proto."""
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +136,7 @@ class Request:
     deadline: float | None = None
     """Clock time (seconds) after which the request fails with DEADLINE_EXCEEDED."""
     label: str = ""
+    grammar: Grammar | None = None
 
 
 # ------------------------------ commands to the engine thread

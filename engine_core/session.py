@@ -17,6 +17,7 @@ from engine_core.errors import Rejected, RejectReason, StatusCode
 from engine_core.outbox import Outbox
 from engine_core.request import (
     FINISH_REJECTED,
+    MAX_GRAMMAR_BYTES,
     MAX_LABEL_BYTES,
     MAX_N,
     MAX_SALT_BYTES,
@@ -26,6 +27,7 @@ from engine_core.request import (
     Command,
     Finish,
     FinishError,
+    Grammar,
     Ids,
     ModelLimits,
     Output,
@@ -177,6 +179,7 @@ class Session:
             priority=add.priority,
             deadline=_deadline(add, now),
             label=add.label,
+            grammar=_grammar(add, params.min_tokens, limits.no_grammars),
         )
 
     def _refuse(self, number: int, count: int, prompt_tokens: int, refusal: Rejected) -> None:
@@ -293,6 +296,25 @@ def _hashes(add: pb.AddRequest, prompt: Ids, page_size: int, salt: bytes | None)
             "prefix_hashes",
         )
     return bytes(add.prefix_hashes)
+
+
+def _grammar(add: pb.AddRequest, min_tokens: int, unserved: str | None) -> Grammar | None:
+    if not add.HasField("grammar"):
+        return None
+    if unserved is not None:
+        raise Rejected(RejectReason.UNSUPPORTED, f"no output can follow a grammar here: {unserved}", "grammar")
+    kind = add.grammar.WhichOneof("grammar")
+    if kind is None:
+        raise Rejected(RejectReason.MALFORMED, "the grammar is missing, or of a kind that isn't known here", "grammar")
+    text = getattr(add.grammar, kind)
+    _cap("grammar", text.encode(), MAX_GRAMMAR_BYTES)
+    if min_tokens:
+        raise Rejected(
+            RejectReason.PARAMETER_OUT_OF_RANGE,
+            f"min_tokens is {min_tokens}; beside a grammar it must be 0, since the output ends where the grammar does",
+            "min_tokens",
+        )
+    return Grammar(kind, text)
 
 
 def _deadline(add: pb.AddRequest, now: float) -> float | None:

@@ -11,7 +11,7 @@ import enum
 
 import msgspec
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 """Of everything in this file and in `executor/channel.py`; both ends refuse any other."""
 MAX_CHUNKS = 32
 """Chunks of one plan: what a worker plans attention for, whose host cost grows with it."""
@@ -25,7 +25,7 @@ class RowSampling(msgspec.Struct, array_like=True, frozen=True):
     """How the worker draws a row's tokens. Values are validated and resolved: no field means "default" here.
 
     The order is: raw logits (logprobs are taken here) → suppress → logit_bias → penalties → temperature →
-    top_k → top_p → min_p → draw. `temperature == 0` takes the arg max after bias and penalties.
+    grammar's mask → top_k → top_p → min_p → draw. `temperature == 0` takes the arg max after bias, penalties and mask.
     """
 
     temperature: float = 1.0
@@ -60,6 +60,8 @@ class RowStart(msgspec.Struct, array_like=True, frozen=True):
     pages: bytes
     """int32 LE page ids in order of position; more come by `StepPlan.page_slots` / `page_ids`."""
     sampling: RowSampling
+    grammar: int = 0
+    """Key of the prepared grammar that the row's output follows; 0: none."""
 
 
 class PrefillChunk(msgspec.Struct, array_like=True, frozen=True):
@@ -157,6 +159,17 @@ class StepResult(msgspec.Struct, array_like=True, frozen=True):
     of the step failed and `tokens` is empty. A batch on the prefill lane fails by its own `PrefillResult.error`."""
     busy_us: int = 0
     """What the step took, µs: from its launch, or the result before it if that came later, to its own completion."""
+    refused: list[tuple[int, str]] = []
+    """(slot, cause) of rows, also of reported prefills, whose grammar allows no token any more: it became too complex.
+    Their tokens here mean nothing."""
+
+
+class GrammarPrepared(msgspec.Struct, array_like=True, frozen=True):
+    """What came of preparing a grammar."""
+
+    key: int
+    error: str | None = None
+    """Why there is none, for the client."""
 
 
 class StepTimes(msgspec.Struct, array_like=True, frozen=True):

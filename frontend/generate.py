@@ -94,7 +94,7 @@ class Generation:
             self._abort()
             raise
         if stream.error is not None and not stream.ready:
-            raise stream.error
+            raise self._named(stream.error)
 
     @property
     def started(self) -> bool:
@@ -123,7 +123,7 @@ class Generation:
                 if stream.ready:
                     return self._read(stream)
                 if stream.error is not None:
-                    raise stream.error
+                    raise self._named(stream.error)
                 await stream.changed()
         except BaseException:
             self._abort()
@@ -173,6 +173,12 @@ class Generation:
                 self.prompt_logprobs += _prompt_logprobs(*work)
             else:
                 self.prompt_logprobs += await asyncio.to_thread(_prompt_logprobs, *work)
+
+    def _named(self, error: ApiError) -> ApiError:
+        """The engine core's error, blaming a grammar by the client's own name for it."""
+        if error.parameter == "grammar" and self._request.grammar is not None:
+            error.parameter = self._request.grammar.field
+        return error
 
     def _new_text(self) -> SequenceText:
         return SequenceText(self._tokenizer, self._request, self._stops)

@@ -267,6 +267,7 @@ def _text_request(label: str, options: Options, prompt: Prompt) -> TextRequest:
         priority=options.priority,
         cache_salt=options.cache_salt,
         label=label,
+        grammar=options.grammar,
     )
 
 

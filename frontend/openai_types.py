@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from frontend.grammar import asked_grammar
 from frontend.openai_fields import INT32_MAX, UINT64_MAX, Fields, Json, invalid, kind
-from frontend.request import ChatPrompt, Sampling
+from frontend.request import ChatPrompt, Grammar, Sampling
 
 MAX_PROMPTS = 1024
 MAX_PROMPT_IDS = 1 << 20
@@ -34,11 +35,6 @@ _REFUSED = (
     "documents",
     "chat_template",
     "mm_processor_kwargs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "structured_outputs",
     "logits_processors",
     "allowed_token_ids",
     "bad_words",
@@ -70,6 +66,7 @@ class Options:
     return_token_ids: bool
     prompt_logprobs: bool
     """The answer shows them by themselves; `echo` asks for them too, in another place."""
+    grammar: Grammar | None = None
 
     @property
     def n(self) -> int:
@@ -186,9 +183,6 @@ def _refuse_unserved(fields: Fields) -> None:
             raise invalid(f"{name} can't be served by this server; leave it out", name)
     if fields.raw("tool_choice") not in (None, "none", "auto"):
         raise invalid("tool_choice can't be served by this server; leave it out", "tool_choice")
-    wanted = fields.object("response_format")
-    if wanted is not None and wanted.get("type") != "text":
-        raise invalid('response_format can\'t be served by this server beyond {"type": "text"}', "response_format")
 
 
 def _widest(first: int | None, second: int | None) -> int | None:
@@ -248,6 +242,7 @@ def _options(fields: Fields, sampling: Sampling, *, add_special_tokens: bool, pr
         continuous_usage=reporting.flag("continuous_usage_stats"),
         return_token_ids=fields.flag("return_token_ids"),
         prompt_logprobs=prompt_logprobs,
+        grammar=asked_grammar(fields),
     )
 
 

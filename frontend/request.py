@@ -71,6 +71,16 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an output must follow; `kind` is a field of engine.proto's Grammar."""
+
+    kind: str
+    text: str
+    field: str = "grammar"
+    """The client's own name for it, to which an error belongs."""
+
+
+@dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """What a prompt is rendered from by the model's chat template."""
 
@@ -100,6 +110,7 @@ class TextRequest:
     label: str = ""
     trace_parent: str | None = None
     """W3C traceparent of the span that it belongs to."""
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from frontend.openai_types import MAX_N, MAX_SALT_BYTES
 from frontend.request import (
     ChatPrompt,
     Delta,
+    Grammar,
     Sampling,
     TextRequest,
     TokenLogprob,
@@ -135,6 +136,15 @@ def _sampling(message: text_pb2.Sampling) -> Sampling:
     )
 
 
+def _grammar(request: text_pb2.GenerateRequest) -> Grammar | None:
+    if not request.HasField("grammar"):
+        return None
+    kind = request.grammar.WhichOneof("grammar")
+    if kind is None:
+        raise invalid("grammar is empty: set json_schema, regex, lark, choice or structural_tag", "grammar")
+    return Grammar(kind, getattr(request.grammar, kind))
+
+
 def _text_request(
     request: text_pb2.GenerateRequest,
     request_id: str,
@@ -155,6 +165,7 @@ def _text_request(
         cache_salt=salt,
         deadline_s=deadline,
         label=request_id,
+        grammar=_grammar(request),
     )
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from frontend.grammar import ANY_OBJECT, choice
 from frontend.grpc_call import MAX_LABEL_CHARS
 from frontend.openai_fields import invalid
-from frontend.request import Sampling, TextRequest
+from frontend.request import Grammar, Sampling, TextRequest
 from frontend.tokenizer import Tokenizer
 
 UNSERVED = ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "media_refs")
@@ -39,7 +40,6 @@ def text_request(request: Any, ids: list[int], deadline: float | None) -> TextRe
     """What to ask of the engine core. `spaces_between_special_tokens` changes text alone, of which none is sent, and
     `skip_special_tokens` only where stop strings are found. Raises ApiError (INVALID_ARGUMENT)."""
     params = request.sampling_params
-    check_constraint(params)
     if params.HasField("truncate_prompt_tokens"):
         raise invalid(
             "truncate_prompt_tokens is not served; cut the prompt before sending it", "truncate_prompt_tokens"
@@ -52,16 +52,21 @@ def text_request(request: Any, ids: list[int], deadline: float | None) -> TextRe
         skip_special_tokens=params.skip_special_tokens,
         deadline_s=deadline,
         label=request.request_id[:MAX_LABEL_CHARS],
+        grammar=constraint(params),
     )
 
 
-def check_constraint(params: Any) -> None:
-    """The one place that reads a constraint on the output. Raises ApiError (INVALID_ARGUMENT) naming its kind: no kind
-    is served yet."""
+def constraint(params: Any) -> Grammar | None:
+    """The one place that reads a constraint on the output. Raises ApiError (INVALID_ARGUMENT) naming its kind."""
     kind = params.WhichOneof("constraint")
-    if kind is None or (kind == "json_object" and not params.json_object):
-        return
-    raise invalid(f"{kind} constrains the output, which this version doesn't serve", kind)
+    match kind:
+        case None:
+            return None
+        case "json_object":
+            return Grammar("json_schema", ANY_OBJECT, kind) if params.json_object else None
+        case "choice":
+            return choice(list(params.choice.choices), kind)
+    return Grammar("lark" if kind == "grammar" else kind, getattr(params, kind), kind)
 
 
 def _sampling(params: Any) -> Sampling:

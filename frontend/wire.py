@@ -22,6 +22,7 @@ MAX_STOP_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_SALT_BYTES = 256
 MAX_LABEL_BYTES = 256
+MAX_GRAMMAR_BYTES = 128 << 10
 HASH_BYTES = 32
 SCALARS = (
     "temperature",
@@ -61,6 +62,9 @@ def build_add(request: TextRequest, page_size: int, max_bytes: int) -> pb.AddReq
         add.label = _text("request_id", request.label, MAX_LABEL_BYTES)
     if request.trace_parent is not None:
         add.trace_parent = request.trace_parent
+    if request.grammar is not None:
+        text = _text(request.grammar.field, request.grammar.text, MAX_GRAMMAR_BYTES)
+        add.grammar.CopyFrom(pb.Grammar(**{request.grammar.kind: text}))
     _assign(add, "priority", request.priority)
     _assign(add, "deadline_s", request.deadline_s)
     if add.ByteSize() <= max_bytes:

@@ -22,6 +22,16 @@ from engine_core.step import Lane, LogprobBlock, PromptLogprobBlock, RowStart, S
 Int32 = npt.NDArray[np.int32]
 
 
+@dataclass(frozen=True, slots=True)
+class RowMask:
+    """What one sampling row may draw."""
+
+    row: int
+    """Index among the rows that sample."""
+    allowed: npt.NDArray[np.bool_]
+    """[vocabulary]; at least one is set."""
+
+
 @dataclass(slots=True)
 class Batch:
     """A ragged forward: row r computes positions starts[r] .. starts[r]+lengths[r]-1 of the sequence in slots[r].
@@ -49,6 +59,8 @@ class Batch:
     sample_positions: Int32
     """[S] index in prompt + output of the token drawn."""
     prompt_logprobs: list[PromptRows] = field(default_factory=list)
+    masks: list[RowMask] = field(default_factory=list)
+    """Of the rows that follow a grammar; known when they sample."""
     beside_prefill: bool = False
     """A prefill is in flight on its own lane: decode keeps to its partition (rule L2)."""
 
@@ -97,7 +109,7 @@ class Compute(Protocol):
 
     def sample(self, batch: Batch, ring: int) -> None:
         """Enqueue on the primary lane: draw one token for each sampling row, remember it as the slot's last token, and
-        copy the results to the host's side of the ring slot."""
+        copy the results to the host's side of the ring slot. Rows with a mask draw what it allows."""
 
     def read(self, batch: Batch, ring: int) -> Sampled:
         """Results of a batch whose completion is proven."""
@@ -132,6 +144,8 @@ class Device:
     name: str
     """For people."""
     lanes: LaneSizes
+    no_masks: str | None = None
+    """Why its rows can't be masked, if they can't."""
     timed: bool = False
     """Its events can tell time."""
     times: StepTimes | None = None

@@ -69,7 +69,7 @@ class CpuCompute:
         if len(batch.sample_rows) == 0:
             return
         slots = batch.slots[batch.sample_rows]
-        drawn = self._sampler.sample(self._model.logits(self._hidden[ring]), slots, batch.sample_positions)
+        drawn = self._sampler.sample(self._model.logits(self._hidden[ring]), slots, batch.sample_positions, batch.masks)
         self._last_token[torch.from_numpy(slots).long()] = drawn.tokens.long()
         sampled = self._sampled[ring]
         sampled.tokens, sampled.logprobs = drawn.tokens.numpy(), drawn.logprobs

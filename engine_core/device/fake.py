@@ -44,7 +44,8 @@ class FakeCompute:
     """Tokens from hashes of KV pages, on the streams of a FakeTable, every access announced to the clocks.
 
     KV at position p is KV at p-1 plus a weight of (p, token), mod 2^64; the next token is a hash of the KV at the
-    sequence's end. Sampling parameters have no influence; the distribution has one token of probability 1.
+    sequence's end, from what a mask leaves. Sampling parameters have no influence; the distribution has one token of
+    probability 1.
     """
 
     def __init__(
@@ -140,7 +141,11 @@ class FakeCompute:
         self._slots.write(batch.slots[batch.sample_rows], stream.thread, clock)
 
     def _run_sample(self, batch: Batch, ring: int) -> None:
-        drawn = (_mix(self._hidden[batch.lane, ring]) % np.uint64(self._vocab)).astype(np.int32)
+        values = _mix(self._hidden[batch.lane, ring])
+        drawn = (values % np.uint64(self._vocab)).astype(np.int32)
+        for mask in batch.masks:
+            allowed = np.flatnonzero(mask.allowed)
+            drawn[mask.row] = allowed[int(values[mask.row]) % len(allowed)]
         self._last_token[batch.slots[batch.sample_rows]] = drawn
         self._drawn[batch.lane, ring] = drawn
 

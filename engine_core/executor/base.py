@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from engine_core.step import StepPlan, StepResult
+from engine_core.request import Grammar
+from engine_core.step import GrammarPrepared, StepPlan, StepResult
 
 
 class Executor(Protocol):
@@ -22,6 +23,15 @@ class Executor(Protocol):
         Raises EngineDead, with the whole cause chain in its message, when a rank died, said farewell, broke the
         protocol or let its deadline pass.
         """
+
+    def prepare(self, key: int, grammar: Grammar) -> None:
+        """Have every rank compile a grammar, beside its steps; the outcome comes out of `prepared`."""
+
+    def prepared(self) -> list[GrammarPrepared]:
+        """Outcomes that came with what `collect` has taken, possibly none."""
+
+    def forget(self, key: int) -> None:
+        """No row will start with this grammar any more."""
 
     def quiesce(self) -> None:
         """Ask every rank to synchronize all lanes; `quiesced` turns true with its answer (OWNERSHIP rule O7)."""

@@ -14,7 +14,7 @@ import msgspec
 
 from engine_core.config import WorkerConfig
 from engine_core.errors import ProtocolViolation
-from engine_core.step import WIRE_VERSION, StepPlan, StepResult, StepTimes
+from engine_core.step import WIRE_VERSION, GrammarPrepared, StepPlan, StepResult, StepTimes
 
 MAX_FRAME_BYTES = 64 << 20
 """A plan's largest part is the ids of newly started rows."""
@@ -51,6 +51,8 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     sm_alignment: int = 0
     times: StepTimes | None = None
     """Where the lanes' policy follows the load."""
+    no_grammars: str | None = None
+    """Why rows can't follow grammars, if they can't."""
 
 
 class Plan(msgspec.Struct, tag="plan", array_like=True, frozen=True):
@@ -59,6 +61,24 @@ class Plan(msgspec.Struct, tag="plan", array_like=True, frozen=True):
 
 class Result(msgspec.Struct, tag="result", array_like=True, frozen=True):
     result: StepResult
+
+
+class Prepare(msgspec.Struct, tag="prepare", array_like=True, frozen=True):
+    """Compile a grammar, beside the steps, then answer `Prepared`."""
+
+    key: int
+    kind: str
+    text: str
+
+
+class Prepared(msgspec.Struct, tag="prepared", array_like=True, frozen=True):
+    outcome: GrammarPrepared
+
+
+class Forget(msgspec.Struct, tag="forget", array_like=True, frozen=True):
+    """No row will start with this grammar any more."""
+
+    key: int
 
 
 class Quiesce(msgspec.Struct, tag="quiesce", array_like=True, frozen=True):
@@ -83,7 +103,21 @@ class Shutdown(msgspec.Struct, tag="shutdown", array_like=True, frozen=True):
     """Synchronize every lane, free everything, exit with status 0."""
 
 
-Body = Hello | Configure | Loading | Ready | Plan | Result | Quiesce | Quiesced | Farewell | Shutdown
+Body = (
+    Hello
+    | Configure
+    | Loading
+    | Ready
+    | Plan
+    | Result
+    | Prepare
+    | Prepared
+    | Forget
+    | Quiesce
+    | Quiesced
+    | Farewell
+    | Shutdown
+)
 
 
 class Frame(msgspec.Struct, array_like=True, frozen=True):

@@ -23,10 +23,13 @@ from engine_core.executor.channel import (
     Body,
     Configure,
     Farewell,
+    Forget,
     FrameChannel,
     Hello,
     Loading,
     Plan,
+    Prepare,
+    Prepared,
     Quiesce,
     Quiesced,
     Ready,
@@ -37,7 +40,8 @@ from engine_core.executor.frames import EXIT_GRACE_S, PeerLost, ZmqFrames, conne
 from engine_core.executor.processes import Command, WorkerProcess, describe_exit
 from engine_core.executor.sockets import claim_private
 from engine_core.log import event
-from engine_core.step import StepPlan, StepResult
+from engine_core.request import Grammar
+from engine_core.step import GrammarPrepared, StepPlan, StepResult
 
 __all__ = ["PeerLost", "StartInterrupted", "ZmqExecutor", "ZmqFrames", "connect_worker"]
 
@@ -94,6 +98,7 @@ class ZmqExecutor:
         self._lost = False
         self._outstanding: deque[int] = deque()
         self._waiting_since = 0.0
+        self._prepared: list[GrammarPrepared] = []
         self._quiesce_token = 0
         self._quiesced_token = 0
         self._quiesce_since = 0.0
@@ -178,6 +183,8 @@ class ZmqExecutor:
                 results.append(self._answered(body.result))
             elif isinstance(body, Quiesced):
                 self._quiesced_token = self._checked_token(body.token)
+            elif isinstance(body, Prepared):
+                self._prepared.append(body.outcome)
             else:
                 raise self._broken(f"{type(body).__name__} arrived while serving")
         if self._lost:
@@ -186,6 +193,17 @@ class ZmqExecutor:
         if deadline is not None and self._clock() >= deadline:
             raise self._overdue()
         return results
+
+    def prepare(self, key: int, grammar: Grammar) -> None:
+        """Have the worker compile a grammar; it bounds that itself."""
+        self._send(Prepare(key, grammar.kind, grammar.text))
+
+    def prepared(self) -> list[GrammarPrepared]:
+        prepared, self._prepared = self._prepared, []
+        return prepared
+
+    def forget(self, key: int) -> None:
+        self._send(Forget(key))
 
     def quiesce(self) -> None:
         """Ask the worker to synchronize every lane; it answers within the step's bound or is killed."""

@@ -10,13 +10,14 @@ import bisect
 from collections.abc import Iterator
 
 from engine_core.cache.prefix import CachedPage
-from engine_core.request import FINISH_ABORT, FinishError, Request
+from engine_core.request import FINISH_ABORT, FINISH_ERROR, FinishError, Request
+from engine_core.scheduling.grammars import Grammars, grammar_error
 from engine_core.scheduling.residency import Residency
 from engine_core.scheduling.rows import Slots
 from engine_core.scheduling.sequence import Ended, Family, Sequence, SequenceState, end_of
 from engine_core.scheduling.step_model import Load
 from engine_core.scheduling.waiting import WaitingQueue
-from engine_core.step import RowStart
+from engine_core.step import GrammarPrepared, RowStart
 
 
 class OpenSequences:
@@ -25,6 +26,7 @@ class OpenSequences:
     def __init__(self, residency: Residency, max_num_seqs: int, max_queue: int) -> None:
         self.residency = residency
         self.waiting = WaitingQueue(max_queue)
+        self.grammars = Grammars()
         self.prefilling: list[Sequence] = []
         """Those in state PREFILL, in order."""
         self.running = 0
@@ -46,6 +48,10 @@ class OpenSequences:
 
     def of_session(self, session: int) -> list[Sequence]:
         return list(self._by_session.get(session, {}).values())
+
+    def holder(self, slot: int) -> Sequence | None:
+        """The sequence that holds a slot, if one does."""
+        return self._owners[slot]
 
     def owner(self, slot: int) -> Sequence:
         """The sequence that holds a slot."""
@@ -92,13 +98,29 @@ class OpenSequences:
         sequences = [Sequence(self._arrivals + 1 + i, request, i, family) for i in range(request.params.n)]
         self._arrivals += len(sequences)
         open_numbers.update(zip(numbers, sequences, strict=True))
-        self.waiting.push(sequences)
+        if request.grammar is None:
+            self.waiting.push(sequences)
+        else:
+            family.grammar = sequences[0].serial
+            self.grammars.hold(sequences, request.grammar)
+            self.waiting.hold(len(sequences))
         return sequences
+
+    def prepared(self, prepared: GrammarPrepared) -> tuple[list[Sequence], list[Ended]]:
+        """The sequences that waited for this grammar and may start now, or the ends of those that can't."""
+        sequences = self.grammars.settle(prepared)
+        still_open = [sequence for sequence in sequences if sequence.state is not SequenceState.CLOSED]
+        if prepared.error is not None:
+            error = grammar_error(prepared.error)
+            return [], [self.close(sequence, FINISH_ERROR, error=error) for sequence in still_open]
+        self.waiting.release(still_open)
+        return still_open, []
 
     def enter(self, sequence: Sequence, hits: list[CachedPage]) -> RowStart:
         """A sequence just taken from the queue gets its row."""
         start = self.residency.enter(sequence, hits)
         self._owners[sequence.slot] = sequence
+        self.grammars.started(sequence.family.grammar)
         self.running += 1
         self._move(sequence, SequenceState.PREFILL)
         bisect.insort(self.prefilling, sequence, key=lambda other: other.order)
@@ -166,6 +188,8 @@ class OpenSequences:
             self._store_rest(sequence)
         sequence.move(SequenceState.CLOSED)
         self._forget(sequence)
+        if sequence.family.grammar:
+            self.grammars.closed(sequence.family.grammar)
         if state is SequenceState.WAITING:
             self.waiting.closed()
         elif state is SequenceState.PREFILL:

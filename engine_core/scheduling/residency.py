@@ -97,6 +97,7 @@ class Residency:
             cached=cached,
             pages=pages.astype("<i4").tobytes(),
             sampling=sequence.sampling(self._eos_token_ids),
+            grammar=sequence.family.grammar,
         )
 
     def grow(self, slots: Slots) -> bytes:

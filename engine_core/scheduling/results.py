@@ -19,6 +19,7 @@ from engine_core.request import (
     PromptLogprobs,
 )
 from engine_core.scheduling.flight import BatchState, Chunk, Flight, InFlight, ResultMismatch
+from engine_core.scheduling.grammars import grammar_error
 from engine_core.scheduling.open_sequences import OpenSequences
 from engine_core.scheduling.outputs import Events, TokenColumns, read_logprobs, select_logprobs
 from engine_core.scheduling.rows import RowGroup
@@ -47,6 +48,8 @@ class Results:
         events = Events(result.step)
         if flight.batch is not None:
             flight.batch.advance(BatchState.CORE_OWNED)
+        for slot, cause in result.refused:
+            self._refuse(slot, cause, events)
         if result.error is not None:
             self._fail(self.sequences_of(flight), result.error, events)
         else:
@@ -82,6 +85,12 @@ class Results:
             if sequence.state is not CLOSED:
                 ended = self._sequences.close(sequence, FINISH_ERROR, error=error, quarantine=quarantine)
                 events.ended.append(ended)
+
+    def _refuse(self, slot: int, cause: str, events: Events) -> None:
+        """A row whose grammar allows nothing any more. The slot is still its own, if it is open: this is its fence."""
+        sequence = self._sequences.holder(slot)
+        if sequence is not None:
+            events.ended.append(self._sequences.close(sequence, FINISH_ERROR, error=grammar_error(cause)))
 
     # -------------------------- decode rows
 

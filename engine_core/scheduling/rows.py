@@ -85,6 +85,9 @@ class RowTable:
         """The next position whose token calls for more than being stored: it ends a stretch or the row."""
         self.stoppable = np.zeros(slots, np.int32)
         """Position from which on a stop id counts: prompt + min_tokens."""
+        self.constrained = np.zeros(slots, np.bool_)
+        """The row follows a grammar: which tokens may come next is known only behind its last one."""
+        self.constrained_rows = 0
         self.capacity = np.zeros(slots, np.int32)
         """Tokens that the row's pages hold."""
         self.pages = np.zeros((slots, max_pages), np.int32)
@@ -114,6 +117,8 @@ class RowTable:
         self.known[slot] = sequence.stored
         self.last_fed[slot] = sequence.limit - 1
         self.stoppable[slot] = sequence.prompt_len + sequence.params.min_tokens
+        self.constrained[slot] = sequence.family.grammar != 0
+        self.constrained_rows += int(self.constrained[slot])
         self.pages[slot, : pages.size] = pages
         self.capacity[slot] = pages.size * self.page_size
         for fence in self.fences.values():
@@ -130,6 +135,8 @@ class RowTable:
         """The row is no one's from now on; the slot is free again when all lanes have passed its fences (rule O12)."""
         self.phase[slot] = EMPTY
         self.serial[slot] = 0
+        self.constrained_rows -= int(self.constrained[slot])
+        self.constrained[slot] = False
         self.version += 1
         self.departures += 1
         self._free.extend(self._retired.retire(slot, self.fence(slot)))
@@ -148,8 +155,14 @@ class RowTable:
     # -------------------------- groups
 
     def decoding(self) -> RowGroup:
-        """The rows in decode, without those that have been planned up to their end."""
-        return self.group(((self.phase == DECODE) & (self.computed < self.last_fed)).nonzero()[0])
+        """The rows in decode, without those that have been planned up to their end.
+
+        Of those that follow a grammar only the ones whose last token is back.
+        """
+        ready = (self.phase == DECODE) & (self.computed < self.last_fed)
+        if self.constrained_rows:
+            ready &= ~self.constrained | (self.computed < self.known)
+        return self.group(ready.nonzero()[0])
 
     def group(self, slots: Slots) -> RowGroup:
         """Gather rows; the slots are distinct."""

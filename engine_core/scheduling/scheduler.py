@@ -280,9 +280,10 @@ class Scheduler:
         return rows.group(slots[ready]), grown, page_ids
 
     def _decode_rows(self) -> RowGroup:
-        """The rows that can be in the next plan, as far as pages allow."""
+        """The rows that can be in the next plan, as far as pages allow: with every step others, where rows follow a
+        grammar."""
         rows = self._rows
-        if self._decoding_version != rows.version or self._decoding_plans <= 0:
+        if self._decoding_version != rows.version or self._decoding_plans <= 0 or rows.constrained_rows:
             self._decoding, self._decoding_version = rows.decoding(), rows.version
             slots = self._decoding.slots
             self._decoding_plans = int((rows.last_fed[slots] - rows.computed[slots]).min()) if slots.size else 0

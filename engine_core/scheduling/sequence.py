@@ -59,6 +59,8 @@ class Family:
     """The prompt's pages are published: siblings find them."""
     leader: Sequence | None = None
     """The sibling that computes the prompt while the others wait."""
+    grammar: int = 0
+    """Key of the grammar that they follow; 0: none."""
 
 
 @dataclass(slots=True, eq=False)
@@ -159,7 +161,8 @@ class Sequence:
 
     def stop_ids(self, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
         """Ids that end the sequence; see `request.py` for their precedence."""
-        return tuple(sorted(self.params.stop_token_ids.union(() if self.params.ignore_eos else eos_token_ids)))
+        ignored = self.params.ignore_eos and self.request.grammar is None
+        return tuple(sorted(self.params.stop_token_ids.union(() if ignored else eos_token_ids)))
 
     def sampling(self, eos_token_ids: tuple[int, ...]) -> RowSampling:
         """How the worker draws this sequence's tokens."""

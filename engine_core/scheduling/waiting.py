@@ -47,6 +47,16 @@ class WaitingQueue:
             heapq.heappush(self._heap, (sequence.order, sequence))
             self._count += 1
 
+    def hold(self, count: int) -> None:
+        """New sequences have a place in the queue, and stand outside of it until `release`."""
+        self._count += count
+
+    def release(self, sequences: Iterable[Sequence]) -> None:
+        """Held sequences take their places, as far as they weren't closed meanwhile."""
+        for sequence in sequences:
+            if sequence.state is SequenceState.WAITING:
+                heapq.heappush(self._heap, (sequence.order, sequence))
+
     def head(self) -> Sequence | None:
         """The first in order, or None."""
         while self._heap and self._heap[0][1].state is not SequenceState.WAITING:

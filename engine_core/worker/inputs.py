@@ -73,6 +73,10 @@ class RowTables:
         self._prompt_top[slot] = start.sampling.prompt_logprobs
         self._started[slot] = True
 
+    def output(self, start: RowStart) -> Int32:
+        """What a row that was just started has drawn before."""
+        return self._known[start.slot][start.prompt_len :]
+
     def _append(self, slots: Int32, pages: Int32) -> Int32:
         """Columns that the pages went to. One page a slot is the usual case; repeated slots take theirs in order."""
         if len(slots) and len(np.unique(slots)) < len(slots):

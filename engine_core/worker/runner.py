@@ -18,6 +18,7 @@ from engine_core.device.guard import LaunchGuard, Owned, Ownership, WorkFailed
 from engine_core.device.lanes import Completion, Lanes
 from engine_core.errors import ProtocolViolation
 from engine_core.step import Lane, LogprobBlock, PrefillChunk, PrefillResult, StepPlan, StepResult
+from engine_core.worker.constraints import NO_CONSTRAINTS, RowConstraints
 from engine_core.worker.step_log import NO_STEP_LOG, StepLog
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class PrefillFlight:
     launched: float | None = None
     busy_us: int = 0
     error: str | None = None
+    refused: list[tuple[int, str]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -61,6 +63,8 @@ class StepFlight:
     """None while nothing was launched: an empty plan that waits for the prefill in flight."""
     span: Span | None = None
     error: str | None = None
+    refused: list[tuple[int, str]] = field(default_factory=list)
+    """(slot, cause) of rows whose grammar allows nothing any more."""
 
 
 class Runner:
@@ -77,6 +81,7 @@ class Runner:
         async_depth: int,
         now: Callable[[], float],
         step_log: StepLog = NO_STEP_LOG,
+        constraints: RowConstraints = NO_CONSTRAINTS,
     ) -> None:
         self._compute = compute
         self._lanes = lanes
@@ -86,6 +91,7 @@ class Runner:
         self._rings = async_depth + 1
         self._now = now
         self._step_log = step_log
+        self._constraints = constraints
         self._steps: deque[StepFlight] = deque()
         self._prefill: PrefillFlight | None = None
         self._prefills = 0
@@ -136,6 +142,7 @@ class Runner:
             self._compute.end_rows([start.slot for start in plan.starts])
             for start in plan.starts:
                 self._compute.start_row(start)
+                self._constraints.start(start.slot, start.grammar, self._tables.output(start))
 
     def _launch_primary(self, flight: StepFlight) -> None:
         """Enqueue the step's own rows and record its completion; the guard is armed throughout (rules O1, O4, O5)."""
@@ -147,7 +154,7 @@ class Runner:
                 if len(flight.batch.slots):
                     flight.span = self._step_log.begin(Lane.PRIMARY)
                     self._compute.forward(flight.batch, flight.ring)
-                    self._compute.sample(flight.batch, flight.ring)
+                    flight.refused = self._sample(flight.batch, flight.ring)
                     self._step_log.finish(flight.span)
                 flight.owned.to(Ownership.LAUNCHED)
                 completion = self._lanes.complete(Lane.PRIMARY, flight.step)
@@ -155,6 +162,18 @@ class Runner:
                 flight.owned.to(Ownership.WORKER_OWNED)
         except WorkFailed as failure:
             flight.error = str(failure)
+
+    def _sample(self, batch: Batch, ring: int) -> list[tuple[int, str]]:
+        """Enqueue the draw; (slot, cause) of the rows that can't have one (they draw anything)."""
+        batch.masks, refused = self._constraints.masks(batch.slots[batch.sample_rows])
+        self._compute.sample(batch, ring)
+        return refused
+
+    def _read(self, batch: Batch, ring: int) -> Sampled:
+        """A proven batch's results; the rows' next masks begin."""
+        sampled = self._compute.read(batch, ring)
+        self._constraints.drawn(batch.slots[batch.sample_rows], sampled.tokens)
+        return sampled
 
     # ----------------------------------------------------------------- prefill lane
 
@@ -222,7 +241,7 @@ class Runner:
                     self._lanes.launching(Lane.PRIMARY)
                     self._lanes.order_after(Lane.PRIMARY, prefill.completion)
                     prefill.drawing = self._step_log.begin(Lane.PRIMARY)
-                    self._compute.sample(prefill.batch, prefill.ring)
+                    prefill.refused = self._sample(prefill.batch, prefill.ring)
                     self._step_log.finish(prefill.drawing)
             except WorkFailed as failure:
                 prefill.error = str(failure)
@@ -265,7 +284,7 @@ class Runner:
             flight.owned.to(Ownership.COMPLETE)
             try:
                 with self._guard.armed(flight.owned):
-                    sampled = self._compute.read(flight.batch, flight.ring) if len(flight.batch.slots) else None
+                    sampled = self._read(flight.batch, flight.ring) if len(flight.batch.slots) else None
             except WorkFailed as failure:
                 flight.error = str(failure)
         self._step_log.completed(flight.batch, flight.span)
@@ -293,6 +312,7 @@ class Runner:
             prefill_complete=self._lanes.proven(Lane.PREFILL),
             error=flight.error,
             busy_us=self._busy_us(flight),
+            refused=sum((prefill.refused for prefill in flight.joined), flight.refused),
         )
 
     def _busy_us(self, flight: StepFlight) -> int:
@@ -305,7 +325,7 @@ class Runner:
         if flight.error is None:
             try:
                 with self._guard.armed(flight.owned):
-                    sampled = self._compute.read(flight.batch, flight.ring)
+                    sampled = self._read(flight.batch, flight.ring)
             except WorkFailed as failure:
                 flight.error = str(failure)
         flight.owned.to(Ownership.REPLIED)

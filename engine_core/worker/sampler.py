@@ -24,7 +24,9 @@ from engine_core.worker.logprobs import Described, describe, describe_prompt
 from engine_core.worker.penalties import Penalties, SeenTokens
 
 if TYPE_CHECKING:
-    from engine_core.device.base import PromptRows
+    from collections.abc import Sequence
+
+    from engine_core.device.base import PromptRows, RowMask
 
 Int32 = npt.NDArray[np.int32]
 
@@ -111,19 +113,24 @@ class Sampler:
             self._seen[slot] = SeenTokens(prompt, output, penalties)
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, slots: Int32, positions: Int32) -> Sampled:
+    def sample(self, logits: Tensor, slots: Int32, positions: Int32, masks: Sequence[RowMask] = ()) -> Sampled:
         """One token for each row of raw logits [R, V] (float32, left unchanged).
 
         Row r belongs to slots[r]; positions[r] is the index in prompt + output of the token being drawn. Penalty counts
-        advance by the tokens drawn. Raises NonFiniteLogits, before any state changes.
+        advance by the tokens drawn; rows with a mask draw what it allows. Raises NonFiniteLogits, before any state
+        changes.
         """
         largest, tokens = logits.max(dim=1)
         self._check_finite(largest, slots)
-        changed = np.flatnonzero(self._changed[slots])
+        altered = self._changed[slots]
+        altered[[mask.row for mask in masks]] = True
+        changed = np.flatnonzero(altered)
         random = np.flatnonzero(self._temperature[slots])
         final = logits
         if len(changed):
             final = self._change(logits, changed, slots, positions)
+            for mask in masks:
+                final[mask.row, torch.from_numpy(~mask.allowed).to(self._device)] = -torch.inf
             tokens = final.argmax(dim=1)
         if len(random):
             rows = self._index(random)

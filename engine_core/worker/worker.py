@@ -30,10 +30,13 @@ from engine_core.errors import ConfigError, ProtocolViolation, describe_chain
 from engine_core.executor.channel import (
     Configure,
     Farewell,
+    Forget,
     FrameChannel,
     Hello,
     Loading,
     Plan,
+    Prepare,
+    Prepared,
     Quiesce,
     Quiesced,
     Ready,
@@ -43,6 +46,8 @@ from engine_core.executor.channel import (
 from engine_core.executor.frames import PeerLost, ZmqFrames, connect_worker
 from engine_core.executor.processes import die_with_parent
 from engine_core.log import LEVELS, configure, event
+from engine_core.model_config import load_model_config
+from engine_core.worker.constraints import NO_CONSTRAINTS, Grammars, RowConstraints, open_grammars
 from engine_core.worker.inputs import RowTables
 from engine_core.worker.runner import Runner
 from engine_core.worker.step_log import NO_STEP_LOG, StepLog, open_step_log
@@ -82,7 +87,12 @@ def device_opener(device: str) -> OpenDevice:
 
 
 def build_runner(
-    device: Device, config: WorkerConfig, abort: Abort, now: Callable[[], float], step_log: StepLog = NO_STEP_LOG
+    device: Device,
+    config: WorkerConfig,
+    abort: Abort,
+    now: Callable[[], float],
+    step_log: StepLog = NO_STEP_LOG,
+    constraints: RowConstraints = NO_CONSTRAINTS,
 ) -> Runner:
     """A runner over an opened device."""
     lanes = Lanes(device.driver, device.streams, abort)
@@ -103,6 +113,7 @@ def build_runner(
         async_depth=config.async_depth,
         now=now,
         step_log=step_log,
+        constraints=constraints,
     )
 
 
@@ -110,13 +121,22 @@ class Worker:
     """One rank, once its device is open. Errors that nothing can recover end in `abort`."""
 
     def __init__(
-        self, channel: FrameChannel, runner: Runner, watch: Watch, abort: Abort, *, wait_timeout: float
+        self,
+        channel: FrameChannel,
+        runner: Runner,
+        watch: Watch,
+        abort: Abort,
+        *,
+        wait_timeout: float,
+        constraints: RowConstraints = NO_CONSTRAINTS,
     ) -> None:
         self._channel = channel
         self._runner = runner
         self._watch = watch
         self._abort = abort
         self._wait_timeout = wait_timeout
+        self._constraints = constraints
+        self._grammars = constraints.grammars
         self._pending: list[tuple[Completion, float]] = []
         """What must come within the bound, and since when it is waited for."""
         self.running = True
@@ -167,6 +187,11 @@ class Worker:
         elif isinstance(body, Shutdown):
             self._runner.close()
             self.running = False
+        elif isinstance(body, Prepare) and self._grammars is not None:
+            self._grammars.prepare(body.key, body.kind, body.text)
+        elif isinstance(body, Forget) and self._grammars is not None:
+            self._grammars.forget(body.key)
+            self._constraints.forget(body.key)
         else:
             raise ProtocolViolation(f"a worker that is ready got {type(body).__name__}")
 
@@ -175,6 +200,9 @@ class Worker:
             with self._watch.bounded("collecting results"):
                 for result in self._runner.collect():
                     self._channel.send(Result(result))
+        if self.running and self._grammars is not None:
+            for outcome in self._grammars.outcomes():
+                self._channel.send(Prepared(outcome))
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -225,19 +253,28 @@ def _serve(frames: ZmqFrames, channel: FrameChannel, rank: int, control_fd: int 
             config, watchdog, lambda what, done, total: channel.send(Loading(what, done, total))
         )
         step_log = _step_log(config, device, rank)
-        runner = build_runner(device, config, fail_stop.abort, time.monotonic, step_log)
+        wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        opened = _grammars(config, device, wake_fd)
+        constraints = RowConstraints(opened if isinstance(opened, Grammars) else None, device.vocab_size)
+        runner = build_runner(device, config, fail_stop.abort, time.monotonic, step_log, constraints)
     except Exception as error:
         refused = isinstance(error, ConfigError)
         channel.send(Farewell(str(error) if refused else describe_chain(error), config_error=refused))
         return EXIT_REFUSED if refused else EXIT_FAILED
     loaded = time.monotonic() - started
     lanes = (device.lanes.decode_sms, device.lanes.prefill_sms, device.lanes.sm_alignment)
+    unserved = opened if isinstance(opened, str) else None
     channel.send(
-        Ready(device.total_pages, device.max_model_len, device.dtype, device.name, loaded, *lanes, device.times)
+        Ready(
+            *(device.total_pages, device.max_model_len, device.dtype, device.name, loaded, *lanes, device.times),
+            no_grammars=unserved,
+        )
     )
-    worker = Worker(channel, runner, watchdog, fail_stop.abort, wait_timeout=config.gpu_wait_timeout)
+    worker = Worker(
+        channel, runner, watchdog, fail_stop.abort, wait_timeout=config.gpu_wait_timeout, constraints=constraints
+    )
     try:
-        _loop(frames, worker, device, step_log)
+        _loop(frames, worker, device, step_log, wake_fd)
     except PeerLost:
         worker.lose_core()
         raise
@@ -262,9 +299,17 @@ def _step_log(config: WorkerConfig, device: Device, rank: int) -> StepLog:
     )
 
 
-def _loop(frames: ZmqFrames, worker: Worker, device: Device, step_log: StepLog) -> None:
-    """Sleep until a frame or the awaited completion is there, then step."""
-    wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+def _grammars(config: WorkerConfig, device: Device, wake_fd: int) -> Grammars | str:
+    """What compiles grammars for this model, or why rows can't follow any."""
+    if device.no_masks is not None:
+        return device.no_masks
+    folder = Path(config.model)
+    eos = load_model_config(folder).eos_token_ids
+    return open_grammars(folder, device.vocab_size, eos, lambda: os.eventfd_write(wake_fd, 1))
+
+
+def _loop(frames: ZmqFrames, worker: Worker, device: Device, step_log: StepLog, wake_fd: int) -> None:
+    """Sleep until a frame, the awaited completion or a grammar is there, then step."""
     frames.watch(wake_fd)
     completions = CompletionThread(device.driver.table, lambda: os.eventfd_write(wake_fd, 1))
     while worker.running:

@@ -14,6 +14,7 @@ from engine_core.device.fake_driver import FakeTable
 from engine_core.device.guard import LaunchGuard
 from engine_core.device.lanes import Lanes, LaneStream
 from engine_core.step import Lane, PrefillChunk, RowSampling, RowStart, StepPlan
+from engine_core.worker.constraints import NO_CONSTRAINTS, RowConstraints
 from engine_core.worker.inputs import RowTables
 from engine_core.worker.runner import Runner
 
@@ -47,7 +48,13 @@ class RunnerRig:
     """`green` gives the prefill lane a Green Context's stream; `overlap` False leaves it out."""
 
     def __init__(
-        self, script: Script | None = None, *, overlap: bool = True, depth: int = 3, whole_context: bool = True
+        self,
+        script: Script | None = None,
+        *,
+        overlap: bool = True,
+        depth: int = 3,
+        whole_context: bool = True,
+        constraints: RowConstraints = NO_CONSTRAINTS,
     ) -> None:
         self.script = Script() if script is None else script
         self.table = FakeTable(self.script)
@@ -86,6 +93,7 @@ class RunnerRig:
             tables=self.tables,
             async_depth=depth,
             now=lambda: self.now,
+            constraints=constraints,
         )
 
     def abort(self, what: str, error: BaseException | None = None) -> Any:

@@ -80,10 +80,10 @@ def test_grpcurl_streams_over_reflection(server: Server, answer: str) -> None:
 
 def test_grpcurl_shows_rich_errors(server: Server) -> None:
     """Red if a person at a terminal isn't shown which field was wrong."""
-    request = json.dumps({"text": "It is a truth", "sampling_params": {"regex": "a+"}})
+    request = json.dumps({"text": "It is a truth", "sampling_params": {"regex": "a("}})
     result = grpcurl_result("-d", request, server.vllm, "vllm.grpc.engine.VllmEngine/Generate")
     assert result.returncode != 0
-    assert '"reason":"INVALID_ARGUMENT"' in result.stderr
+    assert '"reason":"GRAMMAR"' in result.stderr
     assert '"field":"regex"' in result.stderr
 
 

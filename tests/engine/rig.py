@@ -13,6 +13,7 @@ from engine_core.request import (
     FINISH_ERROR,
     FINISH_REJECTED,
     Finish,
+    Grammar,
     Output,
     PromptLogprobs,
     Request,
@@ -21,6 +22,7 @@ from engine_core.request import (
 )
 from engine_core.scheduling.policy import FixedPolicy, PrefillPolicy
 from engine_core.scheduling.scheduler import Scheduler
+from engine_core.step import GrammarPrepared
 from tests.engine.simulated_worker import EOS, LANE_US, STEP_US, SimulatedWorker, params
 
 
@@ -73,6 +75,7 @@ class Rig:
         )
         self.ledger = Ledger()
         self.engine = Engine(self.scheduler, self.ledger, self.worker, self._publish)
+        self.compiled: set[int] = set()
         self.published: list[list[Output]] = []
         self.seen: dict[tuple[int, int], Seen] = {}
         self.accepted: list[tuple[int, int]] = []
@@ -90,6 +93,7 @@ class Rig:
         deadline: float | None = None,
         hashes: bytes | None = None,
         sampling: SamplingParams | None = None,
+        grammar: str | None = None,
         **changes: Any,
     ) -> Request:
         """A request with the session's next number; not submitted."""
@@ -99,7 +103,8 @@ class Rig:
         self._next_number[session] = number + sampling.n
         if hashes is None:
             hashes = prefix_chain(ids, self.page_size, salt)
-        return Request(session, number, ids, hashes, salt, sampling, priority, deadline)
+        follows = None if grammar is None else Grammar("regex", grammar)
+        return Request(session, number, ids, hashes, salt, sampling, priority, deadline, grammar=follows)
 
     def add(self, prompt: list[int], **options: Any) -> Request:
         """Submit a request; see `request`."""
@@ -110,6 +115,14 @@ class Rig:
     def step(self) -> None:
         self.engine.step(self.now)
         self.check_pages()
+
+    def compile(self, **errors: str) -> None:
+        """The worker has compiled what it was asked for; `errors` by the text of the grammar."""
+        for key, grammar in self.worker.asked.items():
+            if key not in self.compiled:
+                self.compiled.add(key)
+                self.worker.grammar_outcomes.append(GrammarPrepared(key, errors.get(grammar.text)))
+        self.step()
 
     def turn(self) -> None:
         """The worker finishes everything in flight; the engine takes it and plans on."""

@@ -15,8 +15,9 @@ import msgspec
 import numpy as np
 
 from engine_core.errors import EngineDead
-from engine_core.request import Request, SamplingParams, sequence_seed
+from engine_core.request import Grammar, Request, SamplingParams, sequence_seed
 from engine_core.step import (
+    GrammarPrepared,
     LogprobBlock,
     PrefillChunk,
     PrefillResult,
@@ -57,7 +58,7 @@ def draw(state: int, seed: int, suppressed: tuple[int, ...]) -> int:
 def expected_tokens(request: Request, index: int, eos: tuple[int, ...] = (EOS,)) -> list[int]:
     """Tokens of one sequence, computed alone and from scratch."""
     params, tokens = request.params, [int(token) for token in request.ids]
-    stops = params.stop_token_ids.union(() if params.ignore_eos else eos)
+    stops = params.stop_token_ids.union(() if params.ignore_eos and request.grammar is None else eos)
     output: list[int] = []
     while len(output) < params.max_tokens:
         barred = tuple(sorted(stops)) if len(output) < params.min_tokens else ()
@@ -80,6 +81,9 @@ class Row:
     launched: int
     output: int
     last_token: int = -1
+    grammar: int = 0
+    unread: bool = False
+    """It was launched to draw a token that hasn't been collected yet."""
 
 
 @dataclass
@@ -128,12 +132,19 @@ class SimulatedWorker:
         """Causes by step: the batch that it launches on the prefill lane raises."""
         self.draws_suppressed = False
         """A worker that doesn't keep to `RowSampling.suppress`."""
+        self.asked: dict[int, Grammar] = {}
+        """Grammars that were asked for and not given back, by key."""
+        self.grammar_outcomes: list[GrammarPrepared] = []
+        self.refuse_slots: dict[int, str] = {}
+        """Causes by slot: the grammar of its row allows nothing when the next step is reported."""
         self.dead: str | None = None
         self.die_at_submit: str | None = None
         self._overlap = overlap
         self._pending: deque[Pending] = deque()
         self._batch: Batch | None = None
         self._results: list[StepResult] = []
+        self._drawn: list[Row] = []
+        """Rows whose token is in these."""
         self._proven_prefill = 0
 
     # -------------------------- Executor
@@ -167,7 +178,21 @@ class SimulatedWorker:
         if self.dead is not None:
             raise EngineDead(self.dead)
         results, self._results = self._results, []
+        for row in self._drawn:
+            row.unread = False
+        self._drawn = []
         return results
+
+    def prepare(self, key: int, grammar: Grammar) -> None:
+        """The grammar's outcome is the test's to give, in `grammar_outcomes`."""
+        self.asked[key] = grammar
+
+    def prepared(self) -> list[GrammarPrepared]:
+        outcomes, self.grammar_outcomes = self.grammar_outcomes, []
+        return outcomes
+
+    def forget(self, key: int) -> None:
+        self.asked.pop(key)
 
     def quiesce(self) -> None:
         raise AssertionError("the engine doesn't quiesce by itself")
@@ -234,8 +259,10 @@ class SimulatedWorker:
             StepResult(
                 *(pending.step, _bytes(tokens), logprobs, prefills, pending.step, self._proven_prefill),
                 busy_us=STEP_US,
+                refused=list(self.refuse_slots.items()),
             )
         )
+        self.refuse_slots = {}
         return True
 
     def hold(self, results: list[StepResult]) -> None:
@@ -260,7 +287,10 @@ class SimulatedWorker:
             computed=start.cached,
             launched=start.cached,
             output=len(ids) - start.prompt_len,
+            grammar=start.grammar,
         )
+        if row.grammar and row.grammar not in self.asked:
+            raise BrokenPlan(f"slot {start.slot} follows a grammar that isn't prepared")
         expected = 1
         for position in range(start.cached):
             expected = digest(expected, ids[position])
@@ -279,6 +309,9 @@ class SimulatedWorker:
         work = Work(row, row.launched, row.launched + length, decode, samples)
         if work.end > len(row.pages) * self.page_size:
             raise BrokenPlan(f"slot {slot} is written beyond its pages")
+        if row.grammar and decode and row.unread:
+            raise BrokenPlan(f"slot {slot} follows a grammar, and its last token isn't back")
+        row.unread = samples
         row.launched = work.end
         return work
 
@@ -325,6 +358,7 @@ class SimulatedWorker:
         barred = tuple(_ints(row.sampling.suppress)) if early else ()
         row.last_token = draw(self._read(row, row.computed - 1), row.sampling.seed, barred)
         row.output += 1
+        self._drawn.append(row)
         return row.last_token
 
     def _prefill_result(self, step: int, works: list[Work]) -> PrefillResult:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from engine_core.device.base import RowMask
 from engine_core.ops import reference
 from engine_core.step import RowSampling
 from engine_core.worker import sampler as sampler_module
@@ -319,3 +320,27 @@ def test_logits_are_left_unchanged() -> None:
     logits = SMALL.clone()
     one(new_sampler(RowSampling(logit_bias={1: 5.0}, suppress=pack(0), min_tokens=9, presence_penalty=1.0)), logits)
     assert torch.equal(logits, SMALL)
+
+
+# ------------------------------ masks
+
+
+@pytest.mark.parametrize("parameters", PARAMETERS.values(), ids=PARAMETERS.keys())
+def test_a_masked_row_draws_from_what_its_mask_leaves(parameters: dict[str, Any]) -> None:
+    """Red when a masked token is drawn, a row beside it draws another token than without, or logprobs feel the mask."""
+    rows = [RowSampling(**{"seed": 3, **parameters}, logprobs=2), RowSampling(**{"seed": 4, **parameters}, logprobs=2)]
+    free, bound = new_sampler(*rows), new_sampler(*rows)
+    logits = SMALL.repeat(2, 1)
+    allowed = np.isin(np.arange(VOCAB), [5, 8, 10])
+    slots = ids_of(0, 1)
+    seen = set()
+    for position in range(6, 60):
+        without = free.sample(logits, slots, ids_of(position, position))
+        masked = bound.sample(logits, slots, ids_of(position, position), [RowMask(1, allowed)])
+        assert masked.tokens[0] == without.tokens[0]
+        seen.add(int(masked.tokens[1]))
+        assert masked.logprobs is not None
+        assert without.logprobs is not None
+        assert masked.logprobs.top_logprobs == without.logprobs.top_logprobs
+        assert torch.equal(logits, SMALL.repeat(2, 1))
+    assert seen <= {5, 8, 10}

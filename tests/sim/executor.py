@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from engine_core.errors import EngineDead
 from engine_core.executor.channel import Plan, Quiesced, Result
 from engine_core.executor.channel import Quiesce as QuiesceFrame
-from engine_core.step import PrefillResult, StepPlan, StepResult
+from engine_core.request import Grammar
+from engine_core.step import GrammarPrepared, PrefillResult, StepPlan, StepResult
 from tests.sim.rank import Rank
 
 
@@ -82,6 +83,15 @@ class SimExecutor:
             return None
         del self._reported[prefill.step]
         return next((report for report in reports if report.error is not None), reports[0])
+
+    def prepare(self, key: int, grammar: Grammar) -> None:
+        raise AssertionError("no request here has a grammar")
+
+    def prepared(self) -> list[GrammarPrepared]:
+        return []
+
+    def forget(self, key: int) -> None:
+        raise AssertionError("no request here has a grammar")
 
     def quiesce(self) -> None:
         self._token += 1

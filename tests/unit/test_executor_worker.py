@@ -286,7 +286,7 @@ def test_each_answer_starts_the_next_steps_bound(rig: Rig) -> None:
         ("farewell-by-pipe", "was killed by SIGKILL: CUDA error: an illegal memory access was encountered"),
         ("gap", "worker 0 broke the protocol: frame 5 arrived after frame 3 (gap)"),
         ("duplicate", "worker 0 broke the protocol: frame 3 arrived after frame 3 (duplicate)"),
-        ("version", "worker 0 broke the protocol: the peer speaks wire version 2"),
+        ("version", "worker 0 broke the protocol: the peer speaks wire version 3"),
         ("garbage", "worker 0 broke the protocol: a malformed frame of 3 bytes"),
         ("twice", "worker 0 broke the protocol: a result for step 1 arrived although no plan is outstanding"),
         ("hello-again", "worker 0 broke the protocol: Hello arrived while serving"),

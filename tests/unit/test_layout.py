@@ -23,6 +23,7 @@ POLICY_NAMES = (
     "ledger",
     "scheduling.deadlines",
     "scheduling.flight",
+    "scheduling.grammars",
     "scheduling.open_sequences",
     "scheduling.outputs",
     "scheduling.policy",

@@ -11,7 +11,7 @@ import pytest
 
 from frontend.openai_fields import MAX_JSON_ITEMS, decode_object
 from frontend.openai_types import MAX_PROMPTS, parse_chat, parse_completion, parse_detokenize, parse_tokenize
-from frontend.request import ApiError, Code, Sampling
+from frontend.request import ApiError, Code, Grammar, Sampling
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -182,14 +182,68 @@ def test_every_form_of_a_prompt(prompt: object, parsed: object) -> None:
         ({"metadata": "x"}, "metadata"),
         ({"suffix": "end"}, "suffix"),
         ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
-        ({"guided_json": {}}, "guided_json"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"guided_json": 3}, "guided_json"),
+        ({"guided_choice": "yes"}, "guided_choice"),
+        ({"guided_choice": ["yes", 3]}, "guided_choice"),
+        ({"guided_choice": ["yes", ""]}, "guided_choice"),
+        ({"guided_regex": ["a"]}, "guided_regex"),
+        ({"guided_regex": "a", "guided_json": {}}, "guided_regex"),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
         ({"response_format": "text"}, "response_format"),
+        ({"response_format": {}}, "response_format"),
+        ({"response_format": {"type": "structural_tag", "format": {}}}, "response_format"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": 3}}, "structured_outputs.regex"),
+        (
+            {"structured_outputs": {"json": {}, "disable_any_whitespace": True}},
+            "structured_outputs.disable_any_whitespace",
+        ),
     ],
 )
 def test_refused_completions(fields: dict[str, Any], parameter: str) -> None:
     """Red if a wrong value gets through, or the refusal blames another field."""
     assert refused(parse_completion, {"prompt": "x"} | fields).parameter == parameter
+
+
+@pytest.mark.parametrize(
+    ("fields", "grammar"),
+    [
+        ({}, None),
+        ({"response_format": {"type": "text"}, "guided_json": None, "guided_choice": []}, None),
+        ({"response_format": {"type": "json_object"}}, ("json_schema", '{"type":"object"}', "response_format")),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"b": [1]}}}},
+            ("json_schema", '{"b":[1]}', "response_format"),
+        ),
+        (
+            {"response_format": {"type": "structural_tag", "structures": [], "triggers": []}},
+            ("structural_tag", '{"type":"structural_tag","structures":[],"triggers":[]}', "response_format"),
+        ),
+        ({"guided_json": {}}, ("json_schema", "{}", "guided_json")),
+        ({"guided_json": '{"a": 1}'}, ("json_schema", '{"a": 1}', "guided_json")),
+        ({"guided_regex": "a+"}, ("regex", "a+", "guided_regex")),
+        ({"guided_choice": ["a", 'b"']}, ("choice", '["a","b\\""]', "guided_choice")),
+        ({"guided_grammar": "start: /a/"}, ("lark", "start: /a/", "guided_grammar")),
+        ({"structured_outputs": {"json": {"b": 1}}}, ("json_schema", '{"b":1}', "structured_outputs.json")),
+        ({"structured_outputs": {"regex": "a", "json_object": False}}, ("regex", "a", "structured_outputs.regex")),
+        (
+            {"structured_outputs": {"json_object": True}},
+            ("json_schema", '{"type":"object"}', "structured_outputs.json_object"),
+        ),
+        (
+            {"structured_outputs": {"structural_tag": "{}"}},
+            ("structural_tag", "{}", "structured_outputs.structural_tag"),
+        ),
+    ],
+)
+def test_grammars(fields: dict[str, Any], grammar: tuple[str, str, str] | None) -> None:
+    """Red if one of the names for a constraint is ignored, read as another kind, or blamed under another name."""
+    for options in (
+        parse_completion({"prompt": "x"} | fields).options,
+        parse_chat(CHAT | fields).options,
+    ):
+        assert options.grammar == (None if grammar is None else Grammar(*grammar))
 
 
 @pytest.mark.parametrize(

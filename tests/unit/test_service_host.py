@@ -12,8 +12,8 @@ import pytest
 
 from engine_core.errors import ConfigError, EngineDead
 from engine_core.host import MAX_BACKLOG, Call, EngineHost, Inbox, Publish
-from engine_core.request import Abort, Command, Output
-from engine_core.step import StepPlan, StepResult
+from engine_core.request import Abort, Command, Grammar, Output
+from engine_core.step import GrammarPrepared, StepPlan, StepResult
 
 GUARD_S = 30.0
 ABORT = Abort(1, (1,))
@@ -93,6 +93,13 @@ class ScriptedExecutor:
 
     def collect(self) -> list[StepResult]:
         return []
+
+    def prepare(self, key: int, grammar: Grammar) -> None: ...
+
+    def prepared(self) -> list[GrammarPrepared]:
+        return []
+
+    def forget(self, key: int) -> None: ...
 
     def quiesce(self) -> None: ...
 

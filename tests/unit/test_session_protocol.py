@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +12,17 @@ import pytest
 from greenlane.engine.v1 import engine_pb2 as pb
 
 from engine_core.errors import StatusCode
-from engine_core.request import FINISH_STOP, Abort, CloseSession, Finish, ModelLimits, Output, Request, prefix_chain
+from engine_core.request import (
+    FINISH_STOP,
+    Abort,
+    CloseSession,
+    Finish,
+    Grammar,
+    ModelLimits,
+    Output,
+    Request,
+    prefix_chain,
+)
 from engine_core.session import HEARTBEAT_S, HELLO_S, MAX_ADDS, Session, SessionBroken
 
 LIMITS = ModelLimits(vocab_size=1000, max_model_len=128, page_size=4, total_pages=64)
@@ -169,6 +180,13 @@ def test_prefix_hashes_are_the_clients_or_computed_here() -> None:
         ({"label": "ü" * 129}, pb.REJECT_REASON_PARAMETER_OUT_OF_RANGE, "label"),
         ({"prefix_hashes": bytes(32)}, pb.REJECT_REASON_MALFORMED, "prefix_hashes"),
         ({"ids": packed(1, 2, 3, 4), "prefix_hashes": b""}, pb.REJECT_REASON_MALFORMED, "prefix_hashes"),
+        ({"grammar": pb.Grammar()}, pb.REJECT_REASON_MALFORMED, "grammar"),
+        ({"grammar": pb.Grammar(regex="é" * 65_537)}, pb.REJECT_REASON_PARAMETER_OUT_OF_RANGE, "grammar"),
+        (
+            {"grammar": pb.Grammar(regex="a"), "sampling": sampling(min_tokens=1)},
+            pb.REJECT_REASON_PARAMETER_OUT_OF_RANGE,
+            "min_tokens",
+        ),
     ],
 )
 def test_a_bad_request_is_refused_and_harms_nothing_else(
@@ -182,6 +200,26 @@ def test_a_bad_request_is_refused_and_harms_nothing_else(
     assert finish.error.code == StatusCode.INVALID_ARGUMENT
     assert session.rejected == 1
     assert request_of(session, add(2)).number == 2
+
+
+def test_a_grammar_is_passed_on_as_text() -> None:
+    """Red when a kind of grammar is lost or renamed on its way, or one is read into a request without any."""
+    assert request_of(opened(), add()).grammar is None
+    for kind in ("json_schema", "regex", "lark", "choice", "structural_tag"):
+        message = add(grammar=pb.Grammar(**{kind: "text"}))
+        assert request_of(opened(), message).grammar == Grammar(kind, "text")
+
+
+def test_a_worker_without_masks_has_grammars_refused_by_name() -> None:
+    """Red when a device that can't mask is asked to follow a grammar, or the client isn't told why not."""
+    limits = dataclasses.replace(LIMITS, no_grammars="device cuda draws without masks")
+    session = Session(7, limits, pb.GetInfoResponse(), now=0.0, draw_seed=lambda: 42)
+    session.receive(HELLO, 0.0)
+    assert session.take(0.0) is not None
+    session.written(0.0)
+    (finish,) = refusals(session, add(grammar=pb.Grammar(regex="a")))
+    assert (finish.error.reject_reason, finish.error.parameter) == (pb.REJECT_REASON_UNSUPPORTED, "grammar")
+    assert "device cuda" in finish.error.message
 
 
 def test_every_sequence_of_a_refused_request_gets_its_last_word() -> None:

@@ -16,7 +16,7 @@ from smg_grpc_proto.generated import common_pb2 as common
 
 from frontend import vllm_service
 from frontend.config import Place
-from frontend.request import ApiError, Code, Delta, Sampling, TokenLogprob, TopLogprob
+from frontend.request import ApiError, Code, Delta, Grammar, Sampling, TokenLogprob, TopLogprob
 from tests.unit.rich_errors import named_field, reason, retry_ms
 from tests.unit.scripted_answers import Site, until, words
 from tests.unit.scripted_engine import socket_folder
@@ -76,12 +76,7 @@ async def test_zeros_are_unset(front: Scripted) -> None:
     ("fields", "named"),
     [
         ({}, "input"),
-        ({"json_schema": "{}"}, "json_schema"),
-        ({"json_object": True}, "json_object"),
-        ({"regex": "a+"}, "regex"),
-        ({"grammar": "start: /a/"}, "grammar"),
-        ({"structural_tag": "{}"}, "structural_tag"),
-        ({"choice": pb.ChoiceConstraint(choices=["a"])}, "choice"),
+        ({"choice": pb.ChoiceConstraint(choices=["a", ""])}, "choice"),
         ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
         ({"kv_transfer_params_json": "{}"}, "kv_transfer_params_json"),
         ({"mm_inputs": pb.MultimodalInputs()}, "mm_inputs"),
@@ -101,10 +96,28 @@ async def test_refused_by_name(front: Scripted, fields: dict[str, Any], named: s
     assert front.site.script.answers == []
 
 
+@pytest.mark.parametrize(
+    ("fields", "kind", "text"),
+    [
+        ({"json_schema": "{}"}, "json_schema", "{}"),
+        ({"json_object": True}, "json_schema", '{"type":"object"}'),
+        ({"regex": "a+"}, "regex", "a+"),
+        ({"grammar": "start: /a/"}, "lark", "start: /a/"),
+        ({"structural_tag": "{}"}, "structural_tag", "{}"),
+        ({"choice": pb.ChoiceConstraint(choices=["a", "b"])}, "choice", '["a","b"]'),
+    ],
+)
+async def test_constraints(front: Scripted, fields: dict[str, Any], kind: str, text: str) -> None:
+    """Red if a constraint is left out, read as another kind, or an error of it wouldn't bear the contract's name."""
+    await front.answer(text="x", **fields)
+    assert front.site.script.request.grammar == Grammar(kind, text, next(iter(fields)))
+
+
 async def test_absent_constraint(front: Scripted) -> None:
     """Red if `json_object: false` is taken for a constraint."""
     _, completions = await front.answer(text="x", json_object=False, data_parallel_rank=0)
     assert len(completions) == 1
+    assert front.site.script.request.grammar is None
 
 
 # ------------------------------ answers

@@ -75,6 +75,7 @@ def open_device(config: WorkerConfig, watch: Watch, progress: Progress) -> Devic
         dtype="bfloat16",
         name=f"cuda:{ordinal} {properties.name}",
         lanes=_lane_sizes(opened),
+        no_masks="device cuda draws without masks in this version",
         timed=True,
         times=times,
     )

@@ -28,6 +28,7 @@ class RejectReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REJECT_REASON_QUEUE_FULL: _ClassVar[RejectReason]
     REJECT_REASON_DRAINING: _ClassVar[RejectReason]
     REJECT_REASON_MALFORMED: _ClassVar[RejectReason]
+    REJECT_REASON_GRAMMAR: _ClassVar[RejectReason]
 
 class EngineState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -52,6 +53,7 @@ REJECT_REASON_NEVER_FITS: RejectReason
 REJECT_REASON_QUEUE_FULL: RejectReason
 REJECT_REASON_DRAINING: RejectReason
 REJECT_REASON_MALFORMED: RejectReason
+REJECT_REASON_GRAMMAR: RejectReason
 ENGINE_STATE_UNSPECIFIED: EngineState
 ENGINE_STATE_STARTING: EngineState
 ENGINE_STATE_SERVING: EngineState
@@ -79,7 +81,7 @@ class Hello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., client_name: _Optional[str] = ...) -> None: ...
 
 class AddRequest(_message.Message):
-    __slots__ = ("number", "prompt_ids", "prefix_hashes", "cache_salt", "sampling", "priority", "deadline_s", "label", "trace_parent")
+    __slots__ = ("number", "prompt_ids", "prefix_hashes", "cache_salt", "sampling", "priority", "deadline_s", "label", "trace_parent", "grammar")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HASHES_FIELD_NUMBER: _ClassVar[int]
@@ -89,6 +91,7 @@ class AddRequest(_message.Message):
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     LABEL_FIELD_NUMBER: _ClassVar[int]
     TRACE_PARENT_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     number: int
     prompt_ids: bytes
     prefix_hashes: bytes
@@ -98,7 +101,22 @@ class AddRequest(_message.Message):
     deadline_s: float
     label: str
     trace_parent: str
-    def __init__(self, number: _Optional[int] = ..., prompt_ids: _Optional[bytes] = ..., prefix_hashes: _Optional[bytes] = ..., cache_salt: _Optional[str] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ..., label: _Optional[str] = ..., trace_parent: _Optional[str] = ...) -> None: ...
+    grammar: Grammar
+    def __init__(self, number: _Optional[int] = ..., prompt_ids: _Optional[bytes] = ..., prefix_hashes: _Optional[bytes] = ..., cache_salt: _Optional[str] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ..., label: _Optional[str] = ..., trace_parent: _Optional[str] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ...) -> None: ...
+
+class Grammar(_message.Message):
+    __slots__ = ("json_schema", "regex", "lark", "choice", "structural_tag")
+    JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    REGEX_FIELD_NUMBER: _ClassVar[int]
+    LARK_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    STRUCTURAL_TAG_FIELD_NUMBER: _ClassVar[int]
+    json_schema: str
+    regex: str
+    lark: str
+    choice: str
+    structural_tag: str
+    def __init__(self, json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., lark: _Optional[str] = ..., choice: _Optional[str] = ..., structural_tag: _Optional[str] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "n", "logprobs", "prompt_logprobs")
