@@ -7,6 +7,7 @@ what stands in it.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -45,7 +46,10 @@ def _signature(path: str) -> tuple[int, ...] | None:
 
 def _read(flag: str, path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
+        # a named pipe would hold up the whole process until somebody writes to it
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise AccessError(f"{flag} {path} is no regular file")
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise AccessError(f"{flag} {path} can't be read: {error.strerror}") from error

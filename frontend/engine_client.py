@@ -200,7 +200,7 @@ class EngineClient:
         Raises ApiError (UNAVAILABLE) when the engine core doesn't answer.
         """
         answer: pb.FlushCacheResponse = await self._call(
-            lambda engine: engine.FlushCache(pb.FlushCacheRequest(), timeout=CALL_TIMEOUT_S)
+            lambda engine: engine.FlushCache(pb.FlushCacheRequest(), timeout=CALL_TIMEOUT_S, metadata=self._metadata())
         )
         return answer.pages_dropped
 

@@ -1,7 +1,7 @@
 """vllm.grpc.engine requests as text requests.
 
 Owns what that contract's zeros mean (unset, in fields without presence) and the refusal, by name, of what isn't served.
-Ranges are the engine core's to check.
+Ranges are the engine core's to check, but for `n`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 from frontend.grammar import ANY_OBJECT, choice
 from frontend.grpc_call import MAX_LABEL_CHARS
 from frontend.openai_fields import invalid
+from frontend.openai_types import MAX_N
 from frontend.request import Grammar, Sampling, TextRequest
 from frontend.tokenizer import Tokenizer
 
@@ -70,6 +71,8 @@ def constraint(params: Any) -> Grammar | None:
 
 
 def _sampling(params: Any) -> Sampling:
+    if params.n > MAX_N:  # answers are allocated from it before the engine core sees it
+        raise invalid(f"n is {params.n}; it must be from 1 to {MAX_N}", "n")
     seed = _present(params, "seed")
     return Sampling(
         temperature=_present(params, "temperature"),

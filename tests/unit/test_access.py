@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hmac
 import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,9 @@ from access import tls
 from access.keys import KeyFile
 from access.policy import Access, AccessError, split_address
 from tests.certificates import Authority, key_file, replace
+
+
+GUARD_S = 10.0
 
 
 @pytest.mark.parametrize(
@@ -115,6 +120,22 @@ def test_keys_rotate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert not keys.accepts(b"Bearer old-key")
     assert keys.accepts(b"Bearer new-key")
     assert "-key" not in caplog.text.replace("--api-key-file", "")
+
+
+def test_a_named_pipe_is_no_key_file(tmp_path: Path) -> None:
+    """Red if a pipe in the key file's place is waited for, which holds up every call, or accepted."""
+    path = key_file(tmp_path, "a-key")
+    keys = KeyFile("--api-key-file", str(path))
+    path.unlink()
+    os.mkfifo(path)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(keys.accepts, b"Bearer a-key")
+        try:
+            assert not answer.result(GUARD_S)
+        finally:
+            os.close(os.open(path, os.O_RDWR))  # lets go of whoever waits for a writer
+    with pytest.raises(AccessError, match="no regular file"):
+        KeyFile("--api-key-file", str(path))
 
 
 def test_a_broken_key_file_accepts_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,6 +17,8 @@ import grpc
 import httpx
 import pytest
 from greenlane.engine.v1 import engine_pb2, engine_pb2_grpc
+from smg_grpc_proto import vllm_engine_pb2_grpc
+from smg_grpc_proto.generated import common_pb2
 
 from tests.certificates import Authority, key_file
 
@@ -49,7 +51,8 @@ def process(module: str, log: Path, *flags: str) -> Iterator[dict[str, Any]]:
 
 
 def test_a_frontend_gets_in_with_certificate_and_key(tmp_path: Path) -> None:
-    """Red if the engine core takes a frontend without certificate or key, or a frontend that has both can't serve."""
+    """Red if the engine core takes a frontend without certificate or key, or a frontend that has both can't serve, or
+    forgets its key in one of its calls."""
     authority, clients = Authority(tmp_path), Authority(tmp_path, "clients")
     served, shown = authority.issue("engine"), clients.issue("frontend")
     keys = key_file(tmp_path, "the-key")
@@ -64,7 +67,7 @@ def test_a_frontend_gets_in_with_certificate_and_key(tmp_path: Path) -> None:
         ):
             with grpc.secure_channel(engine["grpc"], credentials, options=LOCAL) as channel:
                 assert call_status(channel, metadata) is status
-        front = [f"--engine-address={engine['grpc']}", "--port=0", "--grpc-port=0"]
+        front = [f"--engine-address={engine['grpc']}", "--port=0", "--grpc-port=0", "--vllm-grpc-port=0"]
         front += [f"--engine-tls-ca-certs={authority.ca}", f"--engine-api-key-file={keys}"]
         front += [f"--engine-tls-certfile={shown.cert}", f"--engine-tls-keyfile={shown.key}"]
         with process("frontend", tmp_path / "frontend.log", *front) as ready:
@@ -73,6 +76,9 @@ def test_a_frontend_gets_in_with_certificate_and_key(tmp_path: Path) -> None:
             assert answer.json()["usage"]["completion_tokens"] == 3
             scrape = httpx.get(f"{ready['http']}/metrics", timeout=GUARD_S, trust_env=False).text
             assert 'greenlane_engine_up{engine="1"} 1.0' in scrape
+            with grpc.insecure_channel(ready["vllm"], options=LOCAL) as channel:
+                flush = common_pb2.FlushCacheRequest()
+                assert vllm_engine_pb2_grpc.VllmEngineStub(channel).FlushCache(flush, timeout=GUARD_S).success
     for name in ("engine", "frontend"):
         assert "the-key" not in (tmp_path / f"{name}.log").read_text()
 

@@ -83,10 +83,13 @@ async def test_zeros_are_unset(front: Scripted) -> None:
         ({"extra_mm_inputs": [pb.MultimodalInputs()]}, "extra_mm_inputs"),
         ({"media_refs": pb.MediaRefs()}, "media_refs"),
         ({"data_parallel_rank": 1}, "data_parallel_rank"),
+        ({"n": 2**31}, "n"),
+        ({"n": 129}, "n"),
     ],
 )
 async def test_refused_by_name(front: Scripted, fields: dict[str, Any], named: str) -> None:
-    """Red if what isn't served is ignored: the client would take free text for JSON."""
+    """Red if what isn't served is ignored (the client would take free text for JSON), or if answers are allocated for
+    as many sequences as a client likes: 2^31 of them cost a frontend its life."""
     error = await failed(front.generate(**({"text": "x", **fields} if fields else {})))
     assert (error.code(), named_field(error), reason(error)) == (
         grpc.StatusCode.INVALID_ARGUMENT,
