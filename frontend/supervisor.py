@@ -154,6 +154,8 @@ class Supervisor:
         asked, process.killed_for = process.killed_for is not None, None
         if self._mode is Mode.RUNNING:
             return self._stop_or_restart(process, status, how, now)
+        # before it is ready a process may not handle SIGTERM yet, and has nothing to lose
+        asked = asked or (process.phase is Phase.STARTING and status == -signal.SIGTERM)
         process.phase = Phase.GONE
         if self._mode is Mode.DRAINING and status != 0 and not asked:
             self._fail(1, f"the {name} {how} while draining")

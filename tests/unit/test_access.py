@@ -15,7 +15,6 @@ from access.keys import KeyFile
 from access.policy import Access, AccessError, split_address
 from tests.certificates import Authority, key_file, replace
 
-
 GUARD_S = 10.0
 
 

@@ -183,6 +183,20 @@ def test_a_failure_while_draining_is_not_a_clean_stop() -> None:
     assert supervisor.exited(ONE, 0, 3.0) == [Finish(1, "the engine core was killed by SIGKILL while draining")]
 
 
+def test_a_stop_while_starting_is_a_clean_one() -> None:
+    """Red if Ctrl-C before everything is ready ends as a failure, because a process that still imported its modules was
+    ended by the signal that it was sent; or if any other end of such a process passes for a clean one."""
+    for status, end in ((-15, Finish(0, "stopped by signal")), (-11, None), (1, None)):
+        supervisor = Supervisor(CORE, (ONE,), BOUNDS)
+        supervisor.begin(0.0)
+        supervisor.ready(CORE, 1.0)
+        assert acts(supervisor.signalled(2.0)) == [Terminate(ONE)]
+        assert supervisor.exited(ONE, status, 2.1) == [Terminate(CORE)]
+        (finish,) = supervisor.exited(CORE, 0, 2.2)
+        assert isinstance(finish, Finish)
+        assert finish == end or (end is None and finish.status == 1)
+
+
 def test_silence_is_ignored_while_draining() -> None:
     """Red if a frontend that stopped accepting is killed for not answering, with its requests still open."""
     supervisor = serving(ONE)
