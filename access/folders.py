@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from access.policy import AccessError
+
 PREFIX = "greenlane-"
 LOCK = "owner.lock"
 
@@ -24,11 +26,16 @@ LOCK = "owner.lock"
 def private_folder() -> Iterator[Path]:
     """A new folder of mode 0700 in the user's runtime folder (else the temporary one), removed at the end.
 
-    Those that killed processes left beside it are removed first.
+    Those that killed processes left beside it are removed first. Raises AccessError where none can be made.
     """
     parent = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
     remove_abandoned(parent)
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+    except OSError as error:
+        raise AccessError(
+            f"no folder for sockets can be made in {parent}: {error.strerror}; set XDG_RUNTIME_DIR to a folder of yours"
+        ) from error
     try:
         with _held(folder):
             yield folder

@@ -24,6 +24,7 @@ import uvloop
 from greenlane.engine.v1 import engine_pb2 as pb
 
 from access.folders import private_folder
+from access.policy import AccessError
 from engine_core.cli import refuse
 from engine_core.config import EngineConfig, WorkerConfig
 from engine_core.device.fail_stop import write_crash_report
@@ -65,12 +66,11 @@ def run(
     """
     set_title("gl-engine")
     configure(config.log_level)
-    with private_folder() as sockets, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        process = EngineProcess(config, folder, model, sockets, ready_fd)
-        try:
-            return runner.run(process.serve(alive_fd))
-        except ConfigError as error:
-            return refuse(str(error))
+    try:
+        with private_folder() as sockets, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(EngineProcess(config, folder, model, sockets, ready_fd).serve(alive_fd))
+    except (AccessError, ConfigError) as error:
+        return refuse(str(error))
 
 
 class EngineProcess:

@@ -9,17 +9,19 @@ import asyncio
 import contextlib
 import socket
 import ssl
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grpc
 import grpc.aio
+import httptools
 import uvicorn
 from greenlane.text.v1 import text_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from smg_grpc_proto import vllm_engine_pb2_grpc
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from access.interceptor import interceptors
 from access.keys import KeyFile
@@ -79,8 +81,19 @@ def http_address(listener: socket.socket, *, tls: bool = False) -> str:
     return f"{'https' if tls else 'http'}://{_bracketed(host)}:{port}"
 
 
+class _Offered(Exception):
+    """A request offers to go on in another protocol; its head took that many bytes of what was being read."""
+
+    def __init__(self, head_bytes: int) -> None:
+        self.head_bytes = head_bytes
+
+
 class HttpProtocol(HttpToolsProtocol):
-    """uvicorn's connection, with bounds on what comes before a body and after its refusal, and refusals as JSON."""
+    """uvicorn's connection, with bounds on what comes before a body and after its refusal, and refusals as JSON.
+
+    Offers to go on in another protocol are passed over: curl and Java's client make one with every plain request, and
+    uvicorn would lose the body and the connection over it.
+    """
 
     _in_head = False
     _head_timer: asyncio.TimerHandle | None = None
@@ -89,6 +102,8 @@ class HttpProtocol(HttpToolsProtocol):
     """Bytes of a body that came after its refusal."""
     _head_bytes = 0
     """Received since the request began, as long as its headers aren't complete; the piece it began in not counted."""
+    _answering: RequestResponseCycle | None = None
+    """The request being answered; uvicorn knows the latest that came, which may still wait behind it."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -106,13 +121,45 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
+        if self._answering is not None and not self._answering.response_complete:
+            self._answering.disconnected = True
+            self._answering.message_event.set()
         super().connection_lost(exc)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
 
     def data_received(self, data: bytes) -> None:
         self._head_bytes += len(data)
-        super().data_received(data)
+        left = memoryview(data)
+        while left and not self.transport.is_closing():
+            try:
+                super().data_received(left)  # type: ignore[arg-type]  # the parser takes any buffer
+                left = left[:0]
+            except _Offered as offered:
+                left = left[offered.head_bytes :]
+                self._read_again()
         if self._in_head and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response(f"the request line and headers are larger than {MAX_HEAD_BYTES} bytes")
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Called where the parser stops behind the head of a request with an offer."""
+        stopped = sys.exception()
+        assert isinstance(stopped, httptools.HttpParserUpgrade)
+        raise _Offered(stopped.args[0])
+
+    def _read_again(self) -> None:
+        """Read a head again as if it hadn't made its offer; its body, if it has one, is still to come."""
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        if method == b"CONNECT":
+            self.send_400_response("this is no proxy: CONNECT is not served")
+            return
+        headers = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        head = b"\r\n".join([method + b" " + self.url + b" HTTP/" + version, *headers, b"", b""])
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own parser
+        self.parser.feed_data(head)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -121,6 +168,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._head_bytes = 0
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._in_head, self._unwanted = False, 0
         if self._head_timer is not None:
             self._head_timer.cancel()
@@ -135,6 +184,10 @@ class HttpProtocol(HttpToolsProtocol):
             self._unwanted += len(body)
             if self._unwanted > MAX_UNWANTED_BYTES:
                 self.transport.close()
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         body = openai_body(HttpError(400, msg))

@@ -66,7 +66,8 @@ def share_ports(values: Mapping[str, Value], held: contextlib.ExitStack) -> dict
     out: dict[str, Value] = {}
     for each in LISTENERS:
         if each.served(values):
-            host, port = (str(values.get(key, default_of(key))) for key in (each.host, each.port))
+            keys = (each.host, each.port)
+            host, port = (str(values[key] if key in values else default_of(key)) for key in keys)
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             holder = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

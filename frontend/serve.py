@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from access.folders import private_folder
-from access.policy import is_loopback, split_address
+from access.policy import AccessError, is_loopback, split_address
 from frontend.cli_flags import To, Value, child_argv, default_of, read_config_file
 from frontend.config import ConfigError
 from frontend.ports import LISTENERS, check_port, share_ports
@@ -58,7 +58,7 @@ def serve(given: Mapping[str, Value], config: Path | None, ready_fd: int | None)
             finish = _supervise({**from_file, **given}, folder, ready_fd)
         say(finish.cause)
         return finish.status
-    except ConfigError as error:
+    except (AccessError, ConfigError) as error:
         say(f"error: {error}{_whereabouts(str(error), config, from_file.keys() - given.keys())}")
         return 2
 

@@ -15,9 +15,9 @@ pytestmark = pytest.mark.e2e
 
 
 def test_frontends_share_a_port(make_server: MakeServer) -> None:
-    """Red if frontends listen on different ports, or one of them gets no connection."""
-    server = make_server("--frontends=2")
-    assert [len(server.ready[each.kind]) for each in LISTENERS[:2]] == [1, 1]
+    """Red if frontends listen on different ports, the VllmEngine's included, or one of them gets no connection."""
+    server = make_server("--frontends=2", "--vllm-grpc-port=0")
+    assert [len(server.ready[each.kind]) for each in LISTENERS] == [1, 1, 1]
     ends = [server.call_on(number, long_request(max_tokens=200)).join().status for number in (1, 2)]
     assert ends == [grpc.StatusCode.OK] * 2
     with ThreadPoolExecutor(8) as pool:

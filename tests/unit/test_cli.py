@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -175,6 +176,18 @@ def test_serve_checks_before_it_starts_anything(flags: list[str], named: str) ->
     result = CliRunner().invoke(app, ["serve", *flags])
     assert result.exit_code == 2
     assert named in result.output
+
+
+def test_a_missing_runtime_folder_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Red if a stale XDG_RUNTIME_DIR, as `sudo -u` leaves it, ends in a traceback instead of the remedy."""
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path / "none")}
+    for command in ("serve", "engine"):
+        program = [sys.executable, "-P", "-c", "from frontend.cli import main; main()", command]
+        flags = [f"--model={TINY}", "--device=fake", "--port=0", "--grpc-port=0"]
+        flags = flags if command == "serve" else [*flags[:2], "--address=127.0.0.1:0"]
+        result = subprocess.run([*program, *flags], capture_output=True, text=True, env=environment, timeout=60)
+        assert result.returncode == 2, result.stderr
+        assert "XDG_RUNTIME_DIR" in result.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,41 @@ async def test_malformed_http(url: str, client: httpx.AsyncClient, head: bytes) 
     assert (await client.get("/health")).status_code == 200
 
 
+@pytest.mark.parametrize("piece", [1, 1 << 20])
+async def test_an_offer_of_another_protocol_is_passed_over(url: str, site: Site, piece: int) -> None:
+    """Red if a request that offers h2c, as curl --http2 and Java's client send it, loses its body, its key or what
+    follows on its connection."""
+    body = b'{"prompt": "x"}'
+    offer = b"Host: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\n" + offer
+    sent = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    chunked = head + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" % len(body) + body + b"\r\n0\r\n\r\n"
+    last = b"GET /version HTTP/1.1\r\n" + offer.replace(b"Upgrade,", b"close, Upgrade,") + b"\r\n"
+    everything = sent + chunked + b"GET /health HTTP/1.1\r\n" + offer + b"\r\n" + last
+    reader, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"))
+    for start in range(0, len(everything), piece):
+        writer.write(everything[start : start + piece])
+        await asyncio.sleep(0)
+    async with asyncio.timeout(HANG_GUARD_S):
+        said = await reader.read()
+    writer.close()
+    assert said.count(b"HTTP/1.1 200 OK") == said.count(b"HTTP/1.1 ") == 4
+    assert said.count(b"text_completion") == 2
+    assert [answer.request.prompt_ids for answer in site.script.answers] == [site.tokenizer.encode_inline("x")] * 2
+
+
+async def test_no_proxy(url: str, client: httpx.AsyncClient) -> None:
+    """Red if CONNECT is read for ever as an offer that is passed over, or leaves its connection open."""
+    reader, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"))
+    writer.write(b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\n\r\nGET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    async with asyncio.timeout(HANG_GUARD_S):
+        said = await reader.read()
+    writer.close()
+    assert said.startswith(b"HTTP/1.1 400 ")
+    assert said.count(b"HTTP/1.1 ") == 1
+    assert (await client.get("/health")).status_code == 200
+
+
 async def test_large_but_fair_headers(client: httpx.AsyncClient) -> None:
     """Red if the bound on headers counts bodies, or the requests before on the same connection."""
     for _ in range(3):
@@ -215,6 +250,23 @@ async def test_client_gone(url: str, site: Site, stream: bool, path: str) -> Non
     await until(lambda: site.metrics.open_requests == 0)
     assert [answer.closed for answer in site.script.answers] == [1] * len(site.script.answers)
     assert site.metrics._outcomes["cancelled"] == len(site.script.answers)
+
+
+async def test_client_gone_with_a_request_behind(url: str, site: Site) -> None:
+    """Red if a streamed request goes on without its client because another one waited behind it on the connection."""
+    site.script.steps = gated(words(*"abcdefghijklmnopqrstuvwxyz" * 8))
+    reader, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"))
+    content = b'{"prompt": "x", "stream": true}'
+    request = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(content) + content
+    writer.write(request * 2)
+    await until(lambda: bool(site.script.answers))
+    site.script.answers[0].release()
+    await reader.readuntil(b'"a"')
+    writer.transport.abort()
+    while site.metrics.open_requests:
+        site.script.answers[0].release()
+        await asyncio.sleep(0.001)
+    assert site.metrics._outcomes["cancelled"] == len(site.script.answers) == 1
 
 
 async def test_client_gone_before_acceptance(url: str, site: Site) -> None:
