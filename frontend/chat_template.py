@@ -65,6 +65,8 @@ class ChatTemplate:
     ) -> None:
         """`tool_source`: a template of its own for chats with tools. Raises ConfigError for a malformed template."""
         self.source = source
+        self.for_tools = source if tool_source is None else tool_source
+        """What renders chats with tools."""
         self._named_tokens = dict(named_tokens)
         self._now = now
         sources = [source] if tool_source is None else [source, tool_source]

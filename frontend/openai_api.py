@@ -31,6 +31,7 @@ from frontend.openai_types import (
 from frontend.reasoning import ReasoningSplitter, opens_thinking
 from frontend.request import ApiError, Delta, TextRequest
 from frontend.serving import OpenRequest, Served
+from frontend.tools import CallSplitter, called, finish_reason
 
 CHAT_NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}
 """What the engine core blames → what a chat calls it."""
@@ -131,7 +132,7 @@ class OpenAiApi:
         text = await self._served.render(body.chat)
         prompt = Prompt(await self._served.tokenizer.encode(text, body.options.add_special_tokens))
         splitters = None
-        if self._served.thinks:
+        if self._served.thinks and body.options.grammar is None:  # a grammar leaves no room for thoughts
             splitters = [ReasoningSplitter(opens_thinking(text)) for _ in range(body.options.n)]
         head = self._head("chatcmpl-", "chat.completion.chunk" if body.options.stream else "chat.completion")
         try:
@@ -154,7 +155,8 @@ class OpenAiApi:
     ) -> None:
         frame = Frame(head, body.options.include_usage)
         token_bytes = self._served.tokenizer.token_bytes if body.logprobs else None
-        chunks = ChatEvents(frame, body.options, one.prompt, splitters=splitters, token_bytes=token_bytes)
+        calls = None if body.tools is None else [CallSplitter() for _ in range(body.options.n)]
+        chunks = ChatEvents(frame, body.options, one.prompt, splitters=splitters, calls=calls, token_bytes=token_bytes)
         await exchange.start_events()
         await exchange.write(chunks.opening())
         async for deltas in one.request:
@@ -189,9 +191,13 @@ class OpenAiApi:
                 "reasoning_content": reasoning or None,
                 "reasoning": reasoning or None,
             }
+        calls = None if body.tools is None else CallSplitter()
+        if calls is not None:
+            message |= called(calls, str(message["content"] or ""))
         logprobs = chat_logprobs(sequence.logprobs, self._served.tokenizer.token_bytes) if body.logprobs else None
         choice: Json = {"index": index, "message": message, "logprobs": logprobs}
-        choice |= {"finish_reason": sequence.finish_reason, "stop_reason": sequence.stop_reason}
+        reason = finish_reason(sequence.finish_reason, calls)
+        choice |= {"finish_reason": reason, "stop_reason": sequence.stop_reason}
         if body.options.return_token_ids:
             choice["token_ids"] = sequence.token_ids
         return choice

@@ -16,6 +16,7 @@ from frontend.openai_shapes import chat_logprobs, completion_logprobs, usage_sha
 from frontend.openai_types import Options
 from frontend.reasoning import ReasoningSplitter
 from frontend.request import Delta, TokenLogprob
+from frontend.tools import CallSplitter, finish_reason
 
 _encode = msgspec.json.Encoder().encode
 
@@ -119,12 +120,15 @@ class ChatEvents:
         prompt: Prompt,
         *,
         splitters: Sequence[ReasoningSplitter] | None,
+        calls: Sequence[CallSplitter] | None = None,
         token_bytes: Callable[[int], bytes] | None,
     ) -> None:
-        """`splitters`: one a sequence, for a model that thinks; `token_bytes`: set where logprobs are wanted."""
+        """`splitters`: one a sequence, for a model that thinks; `calls`: the same for a chat that offers tools;
+        `token_bytes`: set where logprobs are wanted."""
         self._frame = frame
         self._prompt = prompt
         self._splitters = splitters
+        self._calls = calls
         self._token_bytes = token_bytes
         self._ids = options.return_token_ids
         self._tokens = [0] * options.n if options.continuous_usage else None
@@ -150,8 +154,11 @@ class ChatEvents:
         parts: list[bytes] = []
         for delta in deltas:
             reasoning, content = self._split(delta)
-            if not self._plain or delta.finish_reason is not None:
-                parts.append(self._full(delta, reasoning, content))
+            called: list[Json] = []
+            if self._calls is not None:
+                content, called = self._take_calls(self._calls[delta.index], delta, content)
+            if not self._plain or called or delta.finish_reason is not None:
+                parts.append(self._full(delta, reasoning, content, called))
                 continue
             if reasoning:
                 text = _encode(reasoning)
@@ -170,11 +177,22 @@ class ChatEvents:
         last_reasoning, last_content = splitter.finish()
         return reasoning + last_reasoning, content + last_content
 
-    def _full(self, delta: Delta, reasoning: str, content: str) -> bytes:
+    @staticmethod
+    def _take_calls(splitter: CallSplitter, delta: Delta, content: str) -> tuple[str, list[Json]]:
+        said = splitter.feed(content)
+        if delta.finish_reason is not None:
+            last = splitter.finish()
+            said.content, said.calls = said.content + last.content, said.calls + last.calls
+        return said.content, said.calls
+
+    def _full(self, delta: Delta, reasoning: str, content: str, called: list[Json]) -> bytes:
         said: Json = {"reasoning_content": reasoning, "reasoning": reasoning} if reasoning else {}
         if content:
             said["content"] = content
-        choice: Json = {"index": delta.index, "delta": said, "logprobs": None, "finish_reason": delta.finish_reason}
+        if called:
+            said["tool_calls"] = called
+        reason = finish_reason(delta.finish_reason, None if self._calls is None else self._calls[delta.index])
+        choice: Json = {"index": delta.index, "delta": said, "logprobs": None, "finish_reason": reason}
         if self._token_bytes is not None and delta.logprobs is not None:
             choice["logprobs"] = chat_logprobs(delta.logprobs, self._token_bytes)
         if delta.finish_reason is not None:

@@ -6,11 +6,13 @@ Fields that nobody knows are ignored, as OpenAI's server and vLLM ignore them. K
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from frontend.grammar import asked_grammar
 from frontend.openai_fields import INT32_MAX, UINT64_MAX, Fields, Json, invalid, kind
 from frontend.request import ChatPrompt, Grammar, Sampling
+from frontend.tools import Tools, asked_tools, past_calls
 
 MAX_PROMPTS = 1024
 MAX_PROMPT_IDS = 1 << 20
@@ -26,7 +28,6 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 _REFUSED = (
     "suffix",
-    "tools",
     "functions",
     "function_call",
     "audio",
@@ -88,6 +89,7 @@ class ChatBody:
     options: Options
     chat: ChatPrompt
     logprobs: bool
+    tools: Tools | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,8 @@ def parse_completion(body: Json) -> CompletionBody:
     """`/v1/completions`; raises ApiError (INVALID_ARGUMENT) naming the first field that can't be served."""
     fields = Fields(body)
     _refuse_unserved(fields)
+    if fields.raw("tools"):
+        raise invalid("tools belong to /v1/chat/completions; leave them out", "tools")
     echo = fields.flag("echo")
     max_tokens = fields.integer("max_tokens", 0 if echo else 1, INT32_MAX)
     if max_tokens is None:
@@ -151,7 +155,13 @@ def parse_chat(body: Json) -> ChatBody:
         prompt_logprobs=prompt_logprobs,
     )
     options = _options(fields, sampling, add_special_tokens=False, prompt_logprobs=prompt_logprobs is not None)
-    return ChatBody(options, _chat(fields), logprobs)
+    tools = asked_tools(fields)
+    if tools is None:
+        return ChatBody(options, _chat(fields), logprobs)
+    if options.grammar is not None:
+        raise invalid(f"{options.grammar.field} can't be combined with tools: a call is no such text", "tools")
+    chat = dataclasses.replace(_chat(fields), tools=tools.offered)
+    return ChatBody(dataclasses.replace(options, grammar=tools.grammar), chat, logprobs, tools)
 
 
 def parse_tokenize(body: Json) -> TokenizeBody:
@@ -175,14 +185,10 @@ def parse_detokenize(body: Json) -> DetokenizeBody:
 
 
 def _refuse_unserved(fields: Fields) -> None:
-    tools_are_off = fields.raw("tool_choice") == "none"
     for name in _REFUSED:
         value = fields.raw(name)
-        asked = value is not None and value is not False and value not in ("", [])
-        if asked and not (name == "tools" and tools_are_off):
+        if value is not None and value is not False and value not in ("", []):
             raise invalid(f"{name} can't be served by this server; leave it out", name)
-    if fields.raw("tool_choice") not in (None, "none", "auto"):
-        raise invalid("tool_choice can't be served by this server; leave it out", "tool_choice")
 
 
 def _widest(first: int | None, second: int | None) -> int | None:
@@ -338,21 +344,26 @@ def _message(entry: object, where: str) -> dict[str, object]:
     role = fields.text("role")
     if not role:
         raise invalid(f"{where}.role is missing", f"{where}.role")
-    for name in ("tool_calls", "function_call", "audio"):
+    for name in ("function_call", "audio"):
         if fields.raw(name):
             raise invalid(f"{where}.{name} can't be served by this server", f"{where}.{name}")
-    message: dict[str, object] = {"role": role, "content": _content(fields)}
-    for name in ("name", "reasoning_content"):
+    calls = past_calls(fields)
+    message: dict[str, object] = {"role": role, "content": _content(fields, needed=not calls)}
+    if calls:
+        message["tool_calls"] = calls
+    for name in ("name", "reasoning_content", "tool_call_id"):
         value = fields.text(name)
         if value is not None:
             message[name] = value
     return message
 
 
-def _content(fields: Fields) -> str:
+def _content(fields: Fields, *, needed: bool) -> str:
     """A message's text; parts are joined by a newline."""
     value = fields.raw("content")
     if value is None:
+        if not needed:
+            return ""
         raise invalid(f"{fields.path('content')} is missing", fields.path("content"))
     if isinstance(value, str):
         return value

@@ -89,6 +89,8 @@ class ChatPrompt:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     """The answer goes on with the last message instead of starting a new one."""
+    tools: list[dict[str, object]] = field(default_factory=list)
+    """That the template offers."""
     template_kwargs: dict[str, object] = field(default_factory=dict)
     """The client's own values for the template, such as `enable_thinking`."""
 

@@ -25,6 +25,7 @@ from frontend.reasoning import template_thinks
 from frontend.request import ApiError, ChatPrompt, Code, Delta, TextRequest, TokenLogprob, Usage
 from frontend.spans import CallSpan, serving
 from frontend.tokenizer import Tokenizer
+from frontend.tools import template_calls
 
 INLINE_IDS = 4096
 """Longer lists of ids are decoded in a worker thread."""
@@ -114,6 +115,7 @@ class Served:
         self.tokenizer = tokenizer
         self.metrics = metrics
         self.thinks = template is not None and template_thinks(template.source)
+        self.calls_tools = template is not None and template_calls(template.for_tools)
         self._template = template
         self._engine = engine
         self._start = start
@@ -183,6 +185,8 @@ class Served:
 
     async def render(self, chat: ChatPrompt) -> str:
         """The prompt of a chat. Raises ApiError (INVALID_ARGUMENT) for one that the template can't or won't render."""
+        if chat.tools and not self.calls_tools:
+            raise ApiError(Code.INVALID_ARGUMENT, "this model's chat template offers no tools; leave them out", "tools")
         if self._template is None:
             raise ApiError(
                 Code.INVALID_ARGUMENT,
@@ -190,7 +194,7 @@ class Served:
                 "messages",
             )
         text = await self._template.render(
-            chat.messages, add_generation_prompt=chat.add_generation_prompt, arguments=chat.template_kwargs
+            chat.messages, chat.tools or None, chat.add_generation_prompt, chat.template_kwargs
         )
         return _cut_after_last_message(text, chat) if chat.continue_final_message else text
 

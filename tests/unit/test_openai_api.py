@@ -270,6 +270,17 @@ async def test_reasoning(opened: bool, pieces: tuple[str, ...]) -> None:
     assert "".join(delta.get("content", "") for delta in deltas) == "Yes"
 
 
+async def test_an_answer_that_follows_a_grammar_is_content() -> None:
+    """Red if such an answer is taken for reasoning because the prompt opened a think tag: no close tag can come."""
+    site = Site(THINKING_TEMPLATE)
+    site.script.steps = words('{"a":', "1}")
+    body = CHAT | {"chat_template_kwargs": {"open": True}, "response_format": {"type": "json_object"}}
+    message = (await post(site, "/v1/chat/completions", body))["choices"][0]["message"]
+    assert message["content"] == '{"a":1}'
+    deltas = [event["choices"][0]["delta"] for event in await events(site, "/v1/chat/completions", body)]
+    assert "".join(delta.get("content", "") for delta in deltas) == '{"a":1}'
+
+
 async def test_continued_message(site: Site) -> None:
     """Red if the prompt of a continued message ends behind its content, or an impossible one is guessed."""
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Dear Emma"}]

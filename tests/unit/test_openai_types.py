@@ -13,6 +13,7 @@ from frontend.openai_fields import MAX_JSON_ITEMS, decode_object
 from frontend.openai_types import MAX_PROMPTS, parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from frontend.request import ApiError, Code, Grammar, Sampling
 
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -182,6 +183,7 @@ def test_every_form_of_a_prompt(prompt: object, parsed: object) -> None:
         ({"metadata": "x"}, "metadata"),
         ({"suffix": "end"}, "suffix"),
         ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        ({"tools": [TOOL]}, "tools"),
         ({"guided_json": 3}, "guided_json"),
         ({"guided_choice": "yes"}, "guided_choice"),
         ({"guided_choice": ["yes", 3]}, "guided_choice"),
@@ -263,9 +265,17 @@ def test_grammars(fields: dict[str, Any], grammar: tuple[str, str, str] | None) 
             "messages[0].content[0]",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
-        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"tools": [{"type": "function"}], "tool_choice": "auto"}, "tools"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages[0].tool_calls[0]"),
+        ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages[0].content"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "custom"}], "tool_choice": "auto"}, "tools[0]"),
+        ({"tools": [3]}, "tools[0]"),
+        ({"tools": [TOOL, TOOL]}, "tools"),
+        ({"tools": [TOOL] * 129}, "tools"),
+        ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "no"}}}, "tool_choice"),
+        ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "tools"),
+        ({"functions": [{"name": "f"}]}, "functions"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"logprobs": 3}, "logprobs"),
