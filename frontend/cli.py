@@ -169,3 +169,32 @@ def trace(
     from frontend.trace.command import trace as show
 
     raise typer.Exit(show(log, out))
+
+
+@app.command()
+def bench(
+    url: Annotated[str, typer.Option(metavar="URL", help="Any OpenAI-style server.")] = "http://127.0.0.1:8000",
+    model: Annotated[str, typer.Option(help="Name of its model; default: its first.")] = "",
+    decoders: Annotated[int, typer.Option(help="Requests that stream all the time.")] = 16,
+    inject_len: Annotated[int, typer.Option(help="Tokens of each prompt that arrives.")] = 4096,
+    qps: Annotated[float, typer.Option(help="Prompts that arrive a second.")] = 2.0,
+    n: Annotated[int, typer.Option("--n", help="Prompts that arrive.")] = 20,
+    seconds: Annotated[float, typer.Option(help="Time measured before they do.")] = 4.0,
+    out: Annotated[int, typer.Option(help="Tokens of a decoder; 0: as many as fit, at most 8000.")] = 0,
+    vocab: Annotated[int, typer.Option(help="Prompts are random token ids below this.")] = 4000,
+    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw an SVG there.")] = None,
+    ssl_ca_certs: Authorities = None,
+    api_key_file: ApiKeyFile = None,
+) -> None:
+    """Measure the pace of decoding while prompts arrive, on any OpenAI-style server.
+
+    The server must take token ids and ignore_eos in /v1/completions. For ordinary load (arrivals, sweeps, data sets)
+    use aiperf, guidellm or vllm bench serve.
+    """
+    from frontend.bench.command import Files
+    from frontend.bench.command import bench as measure
+    from frontend.bench.mix import Mix
+
+    mix = Mix(model, vocab, decoders, out, inject_len, qps, n, seconds)
+    raise typer.Exit(measure(url, mix, Files(json, plot), ssl_ca_certs, api_key_file))

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 
 from frontend.trace.read import Decode, Run
-from frontend.trace.scene import Line, Rect, Scene, Text
+from frontend.trace.scene import Line, Rect, Scene, Text, round_step
 from frontend.trace.summary import beside_prefill, completions_inside
 
 WIDTH, LEFT, RIGHT = 1200.0, 178.0, 24.0
@@ -111,7 +111,7 @@ class _Picture:
     def _axis(self, y: float) -> Iterator[Line | Text]:
         """Ticks at round milliseconds from the stretch's start, none of them crowded."""
         length = (self._end - self._start) / 1e3
-        step = _round_step(length / 10)
+        step = round_step(length / 10)
         for place in range(math.floor(length / step) + 1):
             x = self._x(self._start + place * step * 1e3)
             yield Line(x, TOP - 6, x, y, "grid")
@@ -183,9 +183,3 @@ def _inside(bar: Rect, text: str) -> Iterator[Text]:
     """The text in the middle of a bar, where there is room for it."""
     if bar.width > 6.8 * len(text) + 6:
         yield Text(bar.x + bar.width / 2, bar.y + bar.height / 2 + 4, text, "on-fill", 11, "middle")
-
-
-def _round_step(least: float) -> float:
-    """The smallest of 1, 2, 5 × 10^n that is no less."""
-    power = 10.0 ** math.floor(math.log10(least))
-    return next(factor * power for factor in (1.0, 2.0, 5.0, 10.0) if factor * power >= least * (1 - 1e-9))

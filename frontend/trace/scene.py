@@ -1,10 +1,12 @@
 """A drawing as values: rectangles, lines and texts, each with the role that gives it its colour.
 
-Owns the palette of every role, for light and for dark. Renders nothing (`svg.py` and `png.py` do).
+Owns the palette of every role, for light and for dark, and where an axis has its ticks. Renders nothing (`svg.py` and
+`png.py` do).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 PALETTE: dict[str, tuple[str, str]] = {
@@ -67,3 +69,9 @@ class Scene:
     height: float
     title: str
     shapes: list[Shape] = field(default_factory=list)
+
+
+def round_step(least: float) -> float:
+    """The smallest of 1, 2, 5 × 10^n that is no less."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(factor * power for factor in (1.0, 2.0, 5.0, 10.0) if factor * power >= least * (1 - 1e-9))
