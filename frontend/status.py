@@ -50,7 +50,6 @@ class Status:
         info = self._served.engine_info
         about: Json = {} if info is None else {name: getattr(info, name) for name in ABOUT}
         if info is not None:
-            about["lanes"] = {name: getattr(info.lanes, name) for name in LANES}
             about["limits"] = {name: getattr(info.limits, name) for name in LIMITS}
         answered = [figures for figures in seen.frontends.values() if figures is not None]
         return {
@@ -68,7 +67,7 @@ class Status:
 
 
 def _engine(seen: Seen) -> Json | None:
-    """All engine cores' gauges and counters, added up; None if none answered."""
+    """All engine cores' gauges and counters, added up, and the lanes of the first; None if none answered."""
     total = added_up(seen.engines)
     if total is None:
         return None
@@ -77,7 +76,8 @@ def _engine(seen: Seen) -> Json | None:
         name: {field.name: getattr(group, field.name) for field in group.DESCRIPTOR.fields}
         for name, group in groups.items()
     }
-    return {"uptime_s": total.uptime_s, **figures}
+    lanes = next(each.lanes for each in seen.engines if each is not None)
+    return {"uptime_s": total.uptime_s, "lanes": {name: getattr(lanes, name) for name in LANES}, **figures}
 
 
 def _requests(answered: list[Figures]) -> Json:

@@ -30,7 +30,7 @@ export function drawLanes(history, now) {
     .map((each) => ({ from: Math.max(0, place(each.from)), to: place(each.to), value: read(each) }));
   const most = Math.max(1, ...intervals.map((each) => each.rate));
   drawBars(document.getElementById("primary"), bars((each) => each.primary));
-  const beside = history.newest?.about?.lanes.overlap !== "off";
+  const beside = history.newest?.engine?.lanes.overlap !== "off";
   drawBars(document.getElementById("prefill"), bars((each) => (beside ? each.prefill : each.chunks)));
   drawBars(document.getElementById("rate"), bars((each) => each.rate / most));
   const fresh = history.newest?.engine ? intervals.at(-1) : undefined;
@@ -40,7 +40,7 @@ export function drawLanes(history, now) {
 }
 
 function tellSplit(status, fresh) {
-  const lanes = status?.about?.lanes;
+  const lanes = status?.engine?.lanes;
   if (!lanes) {
     return;
   }
@@ -56,6 +56,9 @@ function tellSplit(status, fresh) {
 export function splitText(lanes, inFlight) {
   if (lanes.overlap === "off") {
     return "overlap off: prompts in chunks, in decode's forward";
+  }
+  if (lanes.overlap === "auto" && lanes.decode_sms === 0) {
+    return "overlap auto: prefill where it disturbs decode least";
   }
   if (lanes.decode_sms === 0) {
     return `overlap ${lanes.overlap}: prefill on a second stream of the same SMs`;

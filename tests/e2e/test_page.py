@@ -99,6 +99,20 @@ def test_it_shows_what_the_server_does(server: Server, browser: Browser) -> None
         assert watched.asked("/status.json") == before
 
 
+def test_a_lane_of_its_own(make_server: MakeServer, browser: Browser) -> None:
+    """Red if the split in force isn't told, or what the prefill lane computes isn't drawn there."""
+    server = make_server("--device=fake", "--decode-overlap=green", "--decode-sms=48")
+    with opened(browser, server.http) as watched:
+        page = watched.page
+        expect(page.locator("#split")).to_contain_text("48 SMs decode, 84 prefill")
+        expect(page.locator("#primary-work")).to_have_text("decode")
+        call = OpenCall(server.grpc, long_request(max_tokens=1900))
+        OpenCall(server.grpc, long_request("It is a truth " * 300, max_tokens=1)).join()
+        until(lambda: page.locator("#prefill rect").count(), "the prefill lane is drawn")
+        expect(page.locator("#prefill-now")).to_contain_text("% busy")
+        call.join()
+
+
 def test_figures_follow_from_counters(server: Server, browser: Browser) -> None:
     """Red if a percentile leaves its bucket, work that ended late isn't spread over the time it took, or a restart of
     the engine core is taken for work."""

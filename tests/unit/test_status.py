@@ -26,12 +26,8 @@ async def told(status: Status) -> Any:
 async def test_every_engine_figure_is_told() -> None:
     """Red if a gauge or counter of GetStats is left out, or the lanes and limits are another's."""
     site = Site()
-    assert site.engine.info is not None
-    site.engine.info.lanes.overlap, site.engine.info.lanes.decode_sms, site.engine.info.lanes.prefill_sms = (
-        "green",
-        48,
-        84,
-    )
+    lanes = site.engine.stats.lanes
+    lanes.overlap, lanes.decode_sms, lanes.prefill_sms = "green", 48, 84
     gauges, counters = site.engine.stats.gauges, site.engine.stats.counters
     for group in (gauges, counters):
         fields: Any = group.DESCRIPTOR.fields
@@ -39,7 +35,7 @@ async def test_every_engine_figure_is_told() -> None:
             setattr(group, field.name, number)
     shape = await told(status_of(site))
     assert (shape["health"], shape["model"], shape["version"]) == ("serving", "austen", "1.2.3")
-    assert shape["about"]["lanes"] == {"overlap": "green", "decode_sms": 48, "prefill_sms": 84}
+    assert shape["engine"]["lanes"] == {"overlap": "green", "decode_sms": 48, "prefill_sms": 84}
     assert shape["about"]["limits"]["max_model_len"] == 2048
     assert shape["engine"]["uptime_s"] == 5.0
     for name, group in (("gauges", gauges), ("counters", counters)):
