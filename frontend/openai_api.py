@@ -89,7 +89,7 @@ class OpenAiApi:
 
     async def _prompt(self, body: CompletionBody, prompt: str | list[int]) -> Prompt:
         if isinstance(prompt, str):
-            ids = await self._served.tokenizer.encode(prompt, body.options.add_special_tokens)
+            ids = await self._served.encode(prompt, body.options.add_special_tokens)
             return Prompt(ids, prompt if body.echo else None)
         text = await self._served.decode(prompt, body.options.skip_special_tokens, "prompt") if body.echo else None
         return Prompt(prompt, text)
@@ -130,7 +130,7 @@ class OpenAiApi:
 
     async def _chat(self, exchange: Exchange, body: ChatBody) -> None:
         text = await self._served.render(body.chat)
-        prompt = Prompt(await self._served.tokenizer.encode(text, body.options.add_special_tokens))
+        prompt = Prompt(await self._served.encode(text, body.options.add_special_tokens))
         splitters = None
         if self._served.thinks and body.options.grammar is None:  # a grammar leaves no room for thoughts
             splitters = [ReasoningSplitter(opens_thinking(text)) for _ in range(body.options.n)]

@@ -198,6 +198,31 @@ class Served:
         )
         return _cut_after_last_message(text, chat) if chat.continue_final_message else text
 
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The ids of a prompt.
+
+        Raises ApiError (INVALID_ARGUMENT) for text that has no UTF-8 form, and before any work for text that can't fit
+        even if all its tokens were the longest one: a minute of a core for what is refused then is too much.
+        """
+        length = self.max_model_len
+        most = length * self.tokenizer.longest_token
+        if most and len(text) > most:
+            raise ApiError(
+                Code.INVALID_ARGUMENT,
+                f"the prompt has {len(text)} characters; the context of {length} tokens holds at most {most}",
+                "prompt",
+            )
+        return await self.tokenizer.encode(text, add_special_tokens)
+
+    def check_length(self, tokens: int) -> None:
+        """Raise ApiError (INVALID_ARGUMENT) for a prompt of more tokens than the context holds, before it is copied."""
+        if 0 < self.max_model_len < tokens:
+            raise ApiError(
+                Code.INVALID_ARGUMENT,
+                f"the prompt has {tokens} tokens; the context holds {self.max_model_len}",
+                "prompt",
+            )
+
     async def decode(self, ids: Sequence[int], skip_special_tokens: bool, parameter: str) -> str:
         """The text of ids, without blocking the event loop for long lists.
 

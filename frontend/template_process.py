@@ -14,12 +14,14 @@ import os
 import select
 import subprocess
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import IO, Any
+
+import msgspec
 
 from frontend.template_child import FAILED, LENGTH_BYTES, MAX_RENDERED_CHARS, REFUSED, RENDERED, TOO_LONG
 
@@ -59,15 +61,13 @@ class Renderer:
     def __init__(self, sources: Sequence[str]) -> None:
         self._sources = list(sources)
         self._child: _Child | None = None
-        self._turn = asyncio.Lock()
-        """Whoever waits for the child waits here, not on a thread of the pool that others need."""
-        self._exchange = threading.Lock()
-        """A rendering that nobody waits for any more still comes to its end."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="chat templates")
+        """Of its own, so that whoever waits for the child holds no thread that others need. A rendering that nobody
+        waits for any more still comes to its end there, before the next one begins."""
 
     def prepare(self) -> None:
         """Start the child, so that the first rendering needn't. Raises RenderFailed."""
-        with self._exchange:
-            self._started()
+        self._thread.submit(self._started).result()
 
     def _started(self) -> _Child:
         if self._child is None or self._child.ended:
@@ -76,26 +76,37 @@ class Renderer:
 
     async def render(self, rendering: Rendering) -> str:
         """The text. Raises RenderFailed."""
-        async with self._turn:
-            return await asyncio.to_thread(self._render, rendering)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._render, rendering)
 
     def _render(self, rendering: Rendering) -> str:
-        request = json.dumps((rendering.source, rendering.variables, rendering.now)).encode()
-        with self._exchange:
-            child = self._started()
+        request = msgspec.json.encode((rendering.source, rendering.variables, rendering.now))
+        deadline = time.monotonic() + RENDER_S
+        try:
+            what, text = self._ask(request, deadline)
+        except _Gone:  # perhaps over something else, such as a machine short of memory: twice is the chat's fault
             try:
-                what, text = child.ask(request, time.monotonic() + RENDER_S)
-            except (_Late, _Gone) as error:
-                self._child = None
-                child.end()
+                what, text = self._ask(request, deadline)
+            except _Gone:
                 raise RenderFailed(
-                    f"the chat can't be rendered: the model's chat template took longer than {RENDER_S:g} s"
-                    if isinstance(error, _Late)
-                    else "the chat can't be rendered: the process of the model's chat template ended"
+                    "the chat can't be rendered: the process of the model's chat template ended"
                 ) from None
         if what != RENDERED:
             raise RenderFailed(_explained(what, text))
         return text
+
+    def _ask(self, request: bytes, deadline: float) -> tuple[str, str]:
+        """Raises RenderFailed when the answer is late, and _Gone."""
+        child = self._started()
+        try:
+            return child.ask(request, deadline)
+        except (_Late, _Gone) as error:
+            self._child = None
+            child.end()
+            if isinstance(error, _Gone):
+                raise
+            raise RenderFailed(
+                f"the chat can't be rendered: the model's chat template took longer than {RENDER_S:g} s"
+            ) from None
 
 
 def _explained(what: str, text: str) -> str:

@@ -83,11 +83,12 @@ class TextService(text_pb2_grpc.TextServicer):
         """The prompt's ids, and the text to stand before the first delta (empty without `echo`)."""
         match request.WhichOneof("input"):
             case "prompt":
-                text, ids = request.prompt, await self._served.tokenizer.encode(request.prompt)
+                text, ids = request.prompt, await self._served.encode(request.prompt)
             case "chat":
                 text = await self._served.render(_chat(request.chat))
-                ids = await self._served.tokenizer.encode(text, add_special_tokens=False)
+                ids = await self._served.encode(text, add_special_tokens=False)
             case "prompt_ids":
+                self._served.check_length(len(request.prompt_ids.ids))
                 ids = list(request.prompt_ids.ids)
                 skip = not request.HasField("skip_special_tokens") or request.skip_special_tokens
                 text = await self._served.decode(ids, skip, "prompt_ids") if request.echo else ""

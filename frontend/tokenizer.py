@@ -75,8 +75,11 @@ class Tokenizer:
         self.special_ids = frozenset(
             token for token, added in backend.get_added_tokens_decoder().items() if added.special
         )
-        self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
         """One more than the highest id; the model's own vocabulary may be padded beyond it."""
+        self.longest_token: int = max((len(token.encode()) for token in vocabulary), default=0)
+        """No token stands for more bytes than this: the vocabulary writes each byte as one character or more."""
         self.named_tokens: dict[str, str] = {
             name: text for name in NAMED_TOKENS if (text := _content(config.get(name))) is not None
         }

@@ -13,14 +13,14 @@ from frontend.grpc_call import MAX_LABEL_CHARS
 from frontend.openai_fields import invalid
 from frontend.openai_types import MAX_N
 from frontend.request import Grammar, Sampling, TextRequest
-from frontend.tokenizer import Tokenizer
+from frontend.serving import Served
 
 UNSERVED = ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "media_refs")
 SEEDS = 1 << 64
 """A seed is taken modulo this: the contract allows negative ones."""
 
 
-async def prompt_ids(tokenizer: Tokenizer, request: Any) -> list[int]:
+async def prompt_ids(served: Served, request: Any) -> list[int]:
     """The prompt of a GenerateRequest. Raises ApiError (INVALID_ARGUMENT) for none, and for inputs not served."""
     for name in UNSERVED:
         if request.HasField(name):
@@ -31,9 +31,10 @@ async def prompt_ids(tokenizer: Tokenizer, request: Any) -> list[int]:
         raise invalid(f"data_parallel_rank is {request.data_parallel_rank}; there is only rank 0", "data_parallel_rank")
     match request.WhichOneof("input"):
         case "tokenized":
+            served.check_length(len(request.tokenized.input_ids))
             return list(request.tokenized.input_ids)
         case "text":
-            return await tokenizer.encode(request.text)
+            return await served.encode(request.text)
     raise invalid("input is missing: set tokenized or text", "input")
 
 

@@ -87,6 +87,24 @@ async def test_malformed_bodies(client: httpx.AsyncClient, site: Site) -> None:
     assert len(site.script.answers) == 1
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": "a" * 900_000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 900_000}]}),
+    ],
+)
+async def test_a_text_that_cant_fit(
+    client: httpx.AsyncClient, site: Site, path: str, fields: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red if a text longer than any prompt that fits is tokenized before it is refused: 30 MB take a minute."""
+    monkeypatch.setattr(site.tokenizer, "encode_inline", lambda *_: [1])
+    response = await client.post(path, json=fields)
+    assert response.status_code == 400
+    assert "the context of 2048 tokens holds" in str(shaped(response)["message"])
+    assert site.script.answers == []
+
+
 @pytest.mark.parametrize("declared", [True, False])
 async def test_huge_body(client: httpx.AsyncClient, site: Site, declared: bool) -> None:
     """Red if a body of 100 MB is read into memory before it is refused, or the next request suffers."""

@@ -116,6 +116,18 @@ async def test_constraints(front: Scripted, fields: dict[str, Any], kind: str, t
     assert front.site.script.request.grammar == Grammar(kind, text, next(iter(fields)))
 
 
+async def test_what_cant_fit_costs_no_work(front: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if a prompt longer than any that fits is tokenized or copied before it is refused."""
+    longest = 2048 * front.site.tokenizer.longest_token
+    monkeypatch.setattr(front.site.tokenizer, "encode_inline", lambda *_: [1])
+    for fields in ({"text": "a" * (longest + 1)}, {"tokenized": pb.TokenizedInput(input_ids=[1] * 2049)}):
+        error = await failed(front.generate(**fields))
+        assert (error.code(), named_field(error)) == (grpc.StatusCode.INVALID_ARGUMENT, "prompt")
+    assert front.site.script.answers == []
+    await front.answer(text="a" * longest)
+    await front.answer(tokenized=pb.TokenizedInput(input_ids=[1] * 2048))
+
+
 async def test_absent_constraint(front: Scripted) -> None:
     """Red if `json_object: false` is taken for a constraint."""
     _, completions = await front.answer(text="x", json_object=False, data_parallel_rank=0)
