@@ -153,6 +153,30 @@ def test_logprobs(pair: tuple[Server, Smg]) -> None:
         assert [top["token"] for top in entry["top_logprobs"]] == [top["token"] for top in mine["top_logprobs"]]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_json_schema(pair: tuple[Server, Smg], stream: bool) -> None:
+    """Red if what a client wants its answer to follow is lost on the way through the gateway."""
+    _, gateway = pair
+    schema = {
+        "type": "object",
+        "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 99}, "sex": {"enum": ["f", "m"]}},
+        "required": ["age", "sex"],
+        "additionalProperties": False,
+    }
+    wanted = {"type": "json_schema", "json_schema": {"name": "person", "strict": True, "schema": schema}}
+    with openai.OpenAI(base_url=f"{gateway.http}/v1", api_key="none", max_retries=0) as client:
+        ask: dict[str, Any] = {**CHAT, "max_tokens": 100, "response_format": wanted, "stream": stream}
+        answer = client.chat.completions.create(**ask)
+        if stream:
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in answer if chunk.choices)
+        else:
+            text = answer.choices[0].message.content
+    person = json.loads(text)
+    assert person.keys() == {"age", "sex"}
+    assert 0 <= person["age"] <= 99
+    assert person["sex"] in ("f", "m")
+
+
 # ------------------------------ refusals
 
 

@@ -129,10 +129,12 @@ def test_an_answer_that_must_call(vocabulary: Vocabulary, fields: dict[str, Any]
     grammar = parse_chat(CHAT | fields).options.grammar
     counts = set()
     for seed in range(12):
-        content, calls = split([drawn(vocabulary, grammar, seed)])
+        text = drawn(vocabulary, grammar, seed)
+        content, calls = split([text])
         assert content == ""
         assert {name for name, _ in calls} == names
         for _, arguments in calls:
+            assert f'"arguments": {arguments}}}' in text, "other blanks than templates write"
             read = json.loads(arguments)
             assert read.keys() == {"town", "days"}
             assert read["town"] in ("Bath", "York")
