@@ -5,7 +5,6 @@ Owns what is asked of the server beforehand, the sizes that follow from its answ
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from collections.abc import Sequence
@@ -66,8 +65,7 @@ def bench(url: str, mix: Mix, files: Files, ca_certs: str | None, api_key_file: 
     try:
         _check(mix)
         target = Target.of(url, ca_certs, api_key_file)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            mix, phases = runner.run(_measure(target, mix))
+        mix, phases = uvloop.run(_measure(target, mix))
         console = rich.console.Console()
         _print(console, mix, phases)
         _write(files, url, mix, phases)

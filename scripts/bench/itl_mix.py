@@ -10,9 +10,10 @@ outlast the injection: raise --out if `decoders_alive` is below --decoders. Prin
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 from typing import Any
+
+import uvloop
 
 from frontend.bench.client import Target
 from frontend.bench.mix import Mix, Run, figures
@@ -46,7 +47,7 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=20, help="prompts injected")
     parser.add_argument("--seconds", type=float, default=4.0, help="measured time without injection")
     parser.add_argument("--vocab", type=int, default=150000)
-    row = asyncio.run(run(parser.parse_args()))
+    row = uvloop.run(run(parser.parse_args()))
     print(
         f"{row['label']}: {row['decoders']} decoders, {row['inject_len']} at {row['qps']}/s: "
         f"ITL p50 {row['itl_p50_ms']} p99 {row['itl_p99_ms']} max {row['itl_max_ms']} ms, "
