@@ -114,6 +114,10 @@ def _load(access: Access) -> ssl.SSLContext:
         except (ssl.SSLError, OSError) as error:
             raise AccessError(f"--ssl-ca-certs {access.ca_certs} holds no PEM certificates") from error
         context.verify_mode = ssl.CERT_REQUIRED
+        # A resumed session shows no certificate again: one that is taken away would get in for hours more. TLS 1.3
+        # resumes by tickets alone; the sessions that OpenSSL keeps for 1.2 can't be turned off from here.
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.num_tickets = 0
     return context
 
 

@@ -211,6 +211,7 @@ class Served:
                 Code.INVALID_ARGUMENT,
                 f"the prompt has {len(text)} characters; the context of {length} tokens holds at most {most}",
                 "prompt",
+                reason="CONTEXT_EXCEEDED",
             )
         return await self.tokenizer.encode(text, add_special_tokens)
 

@@ -24,6 +24,7 @@ from smg_grpc_proto.generated import common_pb2 as common
 from frontend.grpc_call import deadline_s, with_status
 from frontend.load_meter import Load, LoadMeter
 from frontend.model_files import ModelFiles
+from frontend.openai_fields import invalid
 from frontend.peers import Peers, Question
 from frontend.request import ApiError, Code
 from frontend.serving import Health, OpenRequest, Served
@@ -39,6 +40,9 @@ MAX_MESSAGE_BYTES = 4 << 20
 """What readers of this contract take; more would fail at their side as if this server were broken."""
 PUSH_S = 1.0
 """Between two load records on one subscription."""
+MAX_ABORTS = 1 << 14
+MAX_ABORT_BYTES = 128 << 10
+"""Of the ids of one Abort call: even written as JSON they are one line between frontends (`peers.MAX_LINE_BYTES`)."""
 MAX_FLUSH_WAIT_S = 600.0
 FLUSH_LOOK_S = 0.05
 
@@ -91,8 +95,13 @@ class VllmService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc
     async def Abort(self, request: Any, context: Any) -> Any:
         """Ends the requests named, on whichever frontend they are; their calls end with a completion that says so.
 
-        Unknown ids are ignored.
+        Unknown ids are ignored. Raises ApiError (INVALID_ARGUMENT) for more ids than frontends can tell one another.
         """
+        if (
+            len(request.request_ids) > MAX_ABORTS
+            or sum(len(id.encode()) for id in request.request_ids) > MAX_ABORT_BYTES
+        ):
+            raise invalid(f"request_ids holds more than {MAX_ABORTS} ids or {MAX_ABORT_BYTES} bytes", "request_ids")
         ids = list(request.request_ids)
         await self._abort(ids)
         await self._peers.ask(ABORT, ids=ids)

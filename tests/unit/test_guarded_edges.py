@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -148,6 +149,37 @@ async def test_https_clients_show_certificates(tmp_path: Path, authority: Author
         assert (await get(f"{url}/health", authority.ca, stranger)).status_code == 200
         with pytest.raises(httpx.TransportError):
             await get(f"{url}/health", authority.ca, guest)
+
+
+@pytest.mark.parametrize("newest", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+async def test_https_sessions_end_with_their_certificate(
+    tmp_path: Path, authority: Authority, newest: ssl.TLSVersion
+) -> None:
+    """Red if a client whose certificate was taken away gets in by resuming the session of an earlier connection."""
+    clients, others = Authority(tmp_path, "clients"), Authority(tmp_path, "others")
+    trusted = tmp_path / "trusted.pem"
+    trusted.write_bytes(clients.ca.read_bytes())
+    guest = clients.issue("guest")
+    context = ssl.create_default_context(cafile=authority.ca)
+    context.maximum_version = newest
+    context.load_cert_chain(guest.cert, guest.key)
+    async with http(access_of(authority.issue("server"), clients=trusted)) as url:
+        port = int(url.rpartition(":")[2])
+
+        def ask(session: ssl.SSLSession | None) -> tuple[bytes, ssl.SSLSession | None]:
+            """What is said to a request on a connection of its own, and its session."""
+            with socket.create_connection(("127.0.0.1", port), HANG_GUARD_S) as plain:
+                try:
+                    with context.wrap_socket(plain, server_hostname="127.0.0.1", session=session) as secure:
+                        secure.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+                        return secure.recv(12), secure.session
+                except OSError:
+                    return b"", None
+
+        said, session = await asyncio.to_thread(ask, None)
+        assert said == (b"HTTP/1.1 200" if newest is ssl.TLSVersion.TLSv1_3 else b"")
+        trusted.write_bytes(others.ca.read_bytes())
+        assert (await asyncio.to_thread(ask, session))[0] == b""
 
 
 # ------------------------------ text gRPC

@@ -123,6 +123,7 @@ async def test_what_cant_fit_costs_no_work(front: Scripted, monkeypatch: pytest.
     for fields in ({"text": "a" * (longest + 1)}, {"tokenized": pb.TokenizedInput(input_ids=[1] * 2049)}):
         error = await failed(front.generate(**fields))
         assert (error.code(), named_field(error)) == (grpc.StatusCode.INVALID_ARGUMENT, "prompt")
+        assert reason(error) == "CONTEXT_EXCEEDED"
     assert front.site.script.answers == []
     await front.answer(text="a" * longest)
     await front.answer(tokenized=pb.TokenizedInput(input_ids=[1] * 2048))
@@ -244,7 +245,8 @@ async def test_no_metadata_before_acceptance(front: Scripted) -> None:
 
 
 async def test_an_abort_that_reaches_another_frontend() -> None:
-    """Red if, with frontends that share a port, an Abort ends requests of the frontend that it reaches alone."""
+    """Red if, with frontends that share a port, an Abort ends requests of the frontend that it reaches alone, or says
+    that all is well although it had too many ids for the other to hear of."""
     async with socket_folder() as folder, AsyncExitStack() as stack:
         sites = Site(), Site()
         sites[1].script.steps = [*words("one", "two")[:1], None]
@@ -254,7 +256,10 @@ async def test_an_abort_that_reaches_another_frontend() -> None:
         ]
         call = second.generate(request_id="there", text="x")
         assert (await call.read()).HasField("chunk")
-        await first.abort("there", "nowhere")
+        for too_many in ([""] * 16385, ["x" * 131073]):  # the other frontend would get no line so long
+            call_status = await failed(first.engine.Abort(pb.AbortRequest(request_ids=["there", *too_many])))
+            assert (call_status.code(), named_field(call_status)) == (grpc.StatusCode.INVALID_ARGUMENT, "request_ids")
+        await first.abort("there", "nowhere", *["\x01" * 8] * 16000)
         assert sites[1].script.answers[0].closed == 1
         sites[1].script.answers[0].release()
         assert (await call.read()).complete.finish_reason == "abort"
