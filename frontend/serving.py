@@ -222,6 +222,7 @@ class Served:
                 Code.INVALID_ARGUMENT,
                 f"the prompt has {tokens} tokens; the context holds {self.max_model_len}",
                 "prompt",
+                reason="CONTEXT_EXCEEDED",
             )
 
     async def decode(self, ids: Sequence[int], skip_special_tokens: bool, parameter: str) -> str:
