@@ -31,6 +31,7 @@ from engine_core.worker.grammar import (
     start_deep_thread,
 )
 from engine_core.worker.grammar_check import GrammarCheck
+from engine_core.worker.unconstrained import Refused
 
 MASKS_S = 1.0
 """How long all rows of a step together may wait for their masks; a row whose mask is later is refused."""
@@ -118,24 +119,26 @@ class _Row:
 
 
 class RowConstraints:
-    """The rows that follow a grammar, by slot; `grammars` is None where there are none."""
+    """The `Constraints` of a device that can mask."""
 
-    def __init__(self, grammars: Grammars | None, vocab_size: int) -> None:
-        self.grammars = grammars
+    def __init__(self, grammars: Grammars, vocab_size: int) -> None:
+        self._grammars = grammars
         self._vocab_size = vocab_size
         self._rows: dict[int, _Row] = {}
         self._tasks: queue.SimpleQueue[tuple[Future[Mask], Callable[[], LLMatcher]]] = queue.SimpleQueue()
-        if grammars is not None:
-            start_deep_thread("masks", self._match)
+        start_deep_thread("masks", self._match)
+
+    def prepare(self, key: int, kind: str, text: str) -> None:
+        self._grammars.prepare(key, kind, text)
+
+    def outcomes(self) -> list[GrammarPrepared]:
+        return self._grammars.outcomes()
 
     def start(self, slot: int, key: int, output: Int32) -> None:
-        """A row begins, `output` being what it has drawn before a preemption. Raises ProtocolViolation."""
         self._rows.pop(slot, None)
         if not key:
             return
-        if self.grammars is None:
-            raise ProtocolViolation("a row follows a grammar, which this worker can't serve")
-        template, row = self.grammars.find(key), _Row(key)
+        template, row = self._grammars.find(key), _Row(key)
         self._rows[slot] = row
         drawn = output.tolist()
 
@@ -147,13 +150,12 @@ class RowConstraints:
         self._tasks.put((row.mask, begin))
 
     def forget(self, key: int) -> None:
-        """Nobody wants what rows of this grammar draw any more."""
+        self._grammars.forget(key)
         self._rows = {slot: row for slot, row in self._rows.items() if row.key != key}
 
-    def masks(self, slots: Int32) -> tuple[list[RowMask], list[tuple[int, str]]]:
-        """What the rows that are about to draw may draw, and (slot, cause) of those that can't draw anything."""
+    def masks(self, slots: Int32) -> tuple[list[RowMask], list[Refused]]:
         masks: list[RowMask] = []
-        refused: list[tuple[int, str]] = []
+        refused: list[Refused] = []
         if not self._rows:
             return masks, refused
         deadline = time.monotonic() + MASKS_S
@@ -171,7 +173,6 @@ class RowConstraints:
         return masks, refused
 
     def drawn(self, slots: Int32, tokens: npt.NDArray[np.int32]) -> None:
-        """The rows have drawn these tokens: begin their next masks."""
         if not self._rows:
             return
         for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
@@ -191,10 +192,6 @@ class RowConstraints:
                 mask.set_exception(error if isinstance(error, GrammarError) else GrammarError(describe_chain(error)))
 
 
-NO_CONSTRAINTS = RowConstraints(None, 0)
-"""Of a worker whose rows follow no grammars."""
-
-
 def _step(row: _Row, token: int) -> Callable[[], LLMatcher]:
     def step() -> LLMatcher:
         matcher = row.matcher
@@ -208,8 +205,8 @@ def _step(row: _Row, token: int) -> Callable[[], LLMatcher]:
 
 def open_grammars(
     folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...], wake: Callable[[], None]
-) -> Grammars | str:
-    """Grammars for a model's tokens, or why there can't be any."""
+) -> RowConstraints | str:
+    """What rows of this model follow, or why they can't follow any grammar."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         return "the model's folder has no tokenizer.json"
@@ -220,4 +217,4 @@ def open_grammars(
         vocabulary = Vocabulary(str(file), vocab_size, eos)
     except ValueError as error:
         return f"llguidance can't read the model's tokenizer: {error}"
-    return Grammars(vocabulary, GrammarCheck(str(file), vocab_size, eos), wake)
+    return RowConstraints(Grammars(vocabulary, GrammarCheck(str(file), vocab_size, eos), wake), vocab_size)

@@ -18,8 +18,8 @@ from engine_core.device.guard import LaunchGuard, Owned, Ownership, WorkFailed
 from engine_core.device.lanes import Completion, Lanes
 from engine_core.errors import ProtocolViolation
 from engine_core.step import Lane, LogprobBlock, PrefillChunk, PrefillResult, StepPlan, StepResult
-from engine_core.worker.constraints import NO_CONSTRAINTS, RowConstraints
 from engine_core.worker.step_log import NO_STEP_LOG, StepLog
+from engine_core.worker.unconstrained import UNCONSTRAINED, Constraints, Refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,7 +45,7 @@ class PrefillFlight:
     launched: float | None = None
     busy_us: int = 0
     error: str | None = None
-    refused: list[tuple[int, str]] = field(default_factory=list)
+    refused: list[Refused] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -63,8 +63,7 @@ class StepFlight:
     """None while nothing was launched: an empty plan that waits for the prefill in flight."""
     span: Span | None = None
     error: str | None = None
-    refused: list[tuple[int, str]] = field(default_factory=list)
-    """(slot, cause) of rows whose grammar allows nothing any more."""
+    refused: list[Refused] = field(default_factory=list)
 
 
 class Runner:
@@ -81,7 +80,7 @@ class Runner:
         async_depth: int,
         now: Callable[[], float],
         step_log: StepLog = NO_STEP_LOG,
-        constraints: RowConstraints = NO_CONSTRAINTS,
+        constraints: Constraints = UNCONSTRAINED,
     ) -> None:
         self._compute = compute
         self._lanes = lanes
@@ -163,7 +162,7 @@ class Runner:
         except WorkFailed as failure:
             flight.error = str(failure)
 
-    def _sample(self, batch: Batch, ring: int) -> list[tuple[int, str]]:
+    def _sample(self, batch: Batch, ring: int) -> list[Refused]:
         """Enqueue the draw; (slot, cause) of the rows that can't have one (they draw anything)."""
         batch.masks, refused = self._constraints.masks(batch.slots[batch.sample_rows])
         self._compute.sample(batch, ring)

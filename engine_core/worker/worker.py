@@ -47,10 +47,10 @@ from engine_core.executor.frames import PeerLost, ZmqFrames, connect_worker
 from engine_core.executor.processes import die_with_parent
 from engine_core.log import LEVELS, configure, event
 from engine_core.model_config import load_model_config
-from engine_core.worker.constraints import NO_CONSTRAINTS, Grammars, RowConstraints, open_grammars
 from engine_core.worker.inputs import RowTables
 from engine_core.worker.runner import Runner
 from engine_core.worker.step_log import NO_STEP_LOG, StepLog, open_step_log
+from engine_core.worker.unconstrained import UNCONSTRAINED, Constraints
 
 log = logging.getLogger("greenlane.worker")
 
@@ -92,7 +92,7 @@ def build_runner(
     abort: Abort,
     now: Callable[[], float],
     step_log: StepLog = NO_STEP_LOG,
-    constraints: RowConstraints = NO_CONSTRAINTS,
+    constraints: Constraints = UNCONSTRAINED,
 ) -> Runner:
     """A runner over an opened device."""
     lanes = Lanes(device.driver, device.streams, abort)
@@ -128,7 +128,7 @@ class Worker:
         abort: Abort,
         *,
         wait_timeout: float,
-        constraints: RowConstraints = NO_CONSTRAINTS,
+        constraints: Constraints = UNCONSTRAINED,
     ) -> None:
         self._channel = channel
         self._runner = runner
@@ -136,7 +136,6 @@ class Worker:
         self._abort = abort
         self._wait_timeout = wait_timeout
         self._constraints = constraints
-        self._grammars = constraints.grammars
         self._pending: list[tuple[Completion, float]] = []
         """What must come within the bound, and since when it is waited for."""
         self.running = True
@@ -187,10 +186,9 @@ class Worker:
         elif isinstance(body, Shutdown):
             self._runner.close()
             self.running = False
-        elif isinstance(body, Prepare) and self._grammars is not None:
-            self._grammars.prepare(body.key, body.kind, body.text)
-        elif isinstance(body, Forget) and self._grammars is not None:
-            self._grammars.forget(body.key)
+        elif isinstance(body, Prepare):
+            self._constraints.prepare(body.key, body.kind, body.text)
+        elif isinstance(body, Forget):
             self._constraints.forget(body.key)
         else:
             raise ProtocolViolation(f"a worker that is ready got {type(body).__name__}")
@@ -200,8 +198,8 @@ class Worker:
             with self._watch.bounded("collecting results"):
                 for result in self._runner.collect():
                     self._channel.send(Result(result))
-        if self.running and self._grammars is not None:
-            for outcome in self._grammars.outcomes():
+        if self.running:
+            for outcome in self._constraints.outcomes():
                 self._channel.send(Prepared(outcome))
 
 
@@ -254,8 +252,8 @@ def _serve(frames: ZmqFrames, channel: FrameChannel, rank: int, control_fd: int 
         )
         step_log = _step_log(config, device, rank)
         wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        opened = _grammars(config, device, wake_fd)
-        constraints = RowConstraints(opened if isinstance(opened, Grammars) else None, device.vocab_size)
+        opened = _constraints(config, device, wake_fd)
+        constraints = UNCONSTRAINED if isinstance(opened, str) else opened
         runner = build_runner(device, config, fail_stop.abort, time.monotonic, step_log, constraints)
     except Exception as error:
         refused = isinstance(error, ConfigError)
@@ -299,10 +297,12 @@ def _step_log(config: WorkerConfig, device: Device, rank: int) -> StepLog:
     )
 
 
-def _grammars(config: WorkerConfig, device: Device, wake_fd: int) -> Grammars | str:
-    """What compiles grammars for this model, or why rows can't follow any."""
+def _constraints(config: WorkerConfig, device: Device, wake_fd: int) -> Constraints | str:
+    """What rows of this model follow, or why they can't follow any grammar; imported only where the device can mask."""
     if device.no_masks is not None:
         return device.no_masks
+    from engine_core.worker.constraints import open_grammars
+
     folder = Path(config.model)
     eos = load_model_config(folder).eos_token_ids
     return open_grammars(folder, device.vocab_size, eos, lambda: os.eventfd_write(wake_fd, 1))

@@ -14,9 +14,9 @@ from engine_core.device.fake_driver import FakeTable
 from engine_core.device.guard import LaunchGuard
 from engine_core.device.lanes import Lanes, LaneStream
 from engine_core.step import Lane, PrefillChunk, RowSampling, RowStart, StepPlan
-from engine_core.worker.constraints import NO_CONSTRAINTS, RowConstraints
 from engine_core.worker.inputs import RowTables
 from engine_core.worker.runner import Runner
+from engine_core.worker.unconstrained import UNCONSTRAINED, Constraints
 
 PAGE = 4
 PAGES = 32
@@ -54,7 +54,7 @@ class RunnerRig:
         overlap: bool = True,
         depth: int = 3,
         whole_context: bool = True,
-        constraints: RowConstraints = NO_CONSTRAINTS,
+        constraints: Constraints = UNCONSTRAINED,
     ) -> None:
         self.script = Script() if script is None else script
         self.table = FakeTable(self.script)

@@ -9,15 +9,14 @@ import pytest
 from engine_core.device.base import Int32, RowMask
 from engine_core.errors import ProtocolViolation
 from engine_core.step import PrefillChunk, RowSampling, RowStart
-from engine_core.worker.constraints import RowConstraints
+from engine_core.worker.unconstrained import Unconstrained
 from tests.device.rig import VOCAB, RunnerRig, packed, plan, row
 
 
-class Every(RowConstraints):
+class Every(Unconstrained):
     """Slot 1 draws a token one above the last, slot 2 nothing at all."""
 
     def __init__(self) -> None:
-        super().__init__(None, VOCAB)
         self.next = {1: 500}
         self.started: list[tuple[int, int, list[int]]] = []
 
@@ -44,7 +43,7 @@ def test_masks_reach_the_draw_and_tokens_the_next_mask(lane: bool) -> None:
     chunks = [PrefillChunk(0, 0, 3, True), PrefillChunk(1, 0, 2, True), PrefillChunk(2, 0, 2, True)]
     drawn: list[list[list[int]]] = []
     refused: list[list[tuple[int, str]]] = []
-    for constraints in (Every(), RowConstraints(None, VOCAB)):
+    for constraints in (Every(), Unconstrained()):
         rig = RunnerRig(constraints=constraints)
         rig.runner.launch(plan(1, starts=starts, chunks=chunks, lane=lane))
         results = rig.runner.collect()

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from engine_core.errors import ProtocolViolation
 from engine_core.step import GrammarPrepared
 from engine_core.worker import constraints as module
-from engine_core.worker.constraints import Grammars, RowConstraints, open_grammars
+from engine_core.worker.constraints import RowConstraints, open_grammars
 from engine_core.worker.grammar import GrammarError, Vocabulary, advance, allowed_ids, mask_of
 from engine_core.worker.grammar_check import CHECK_S, GrammarCheck
 
@@ -147,14 +147,14 @@ class Rows:
     def __init__(self) -> None:
         self.woken = threading.Event()
         opened = open_grammars(TINY, VOCAB, (EOS,), self.woken.set)
-        assert isinstance(opened, Grammars)
-        self.grammars, self.rows = opened, RowConstraints(opened, VOCAB)
+        assert isinstance(opened, RowConstraints)
+        self.rows = opened
 
     def prepare(self, key: int, kind: str, text: str) -> GrammarPrepared:
-        self.grammars.prepare(key, kind, text)
+        self.rows.prepare(key, kind, text)
         assert self.woken.wait(60)
         self.woken.clear()
-        (outcome,) = self.grammars.outcomes()
+        (outcome,) = self.rows.outcomes()
         return outcome
 
     def allowed(self, *slots: int) -> list[list[str]]:
@@ -204,7 +204,7 @@ def test_outcomes(rows: Rows) -> None:
     assert error is not None
     assert "unclosed group" in error
     assert rows.prepare(4, "regex", "a").error is None
-    rows.grammars.forget(4)
+    rows.rows.forget(4)
     for key in (3, 4, 77):
         with pytest.raises(ProtocolViolation):
             rows.rows.start(0, key, np.empty(0, np.int32))

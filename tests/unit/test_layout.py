@@ -62,6 +62,9 @@ IMPURE_LIBRARIES = ("torch", "zmq", "grpc", "asyncio", "socket", "subprocess", "
 TORCH_HOMES = ("engine_core.worker", "engine_core.device", "engine_core.models", "engine_core.ops")
 GRPC_HOMES = ("access", "frontend", *(f"engine_core.{name}" for name in ("server", "service", "health", "main")))
 ZMQ_HOMES = ("engine_core.executor",)
+GRAMMAR_HOMES = ("engine_core.worker.grammar", "engine_core.worker.constraints")
+LIBRARY_HOMES = {"torch": TORCH_HOMES, "grpc": GRPC_HOMES, "zmq": ZMQ_HOMES, "llguidance": GRAMMAR_HOMES}
+MASKING = (*GRAMMAR_HOMES, "engine_core.worker.grammar_child", "engine_core.worker.grammar_check")
 CUDA_HOMES = (
     "engine_core.device.cuda",
     "engine_core.device.green",
@@ -144,11 +147,14 @@ def misplaced_imports(module: Module) -> Iterator[str]:
 
 def misplaced_libraries(module: Module) -> Iterator[str]:
     """Libraries outside the places that may use them."""
-    for library, homes in (("torch", TORCH_HOMES), ("grpc", GRPC_HOMES), ("zmq", ZMQ_HOMES)):
+    for library, homes in LIBRARY_HOMES.items():
         if any(within(name, (library,)) for name in module.imports()) and not within(module.name, homes):
             yield f"{module.name} imports {library}"
     if within(module.name, PURE):
         yield from (f"{module.name} imports {name}" for name in module.imports() if within(name, IMPURE_LIBRARIES))
+    if within(module.name, ("engine_core.worker", "engine_core.device")) and not within(module.name, MASKING):
+        # a device without masks starts without llguidance
+        yield from (f"{module.name}: {n}" for n in module.imports(top_level=True) if within(n, GRAMMAR_HOMES))
     if module.name == "engine_core.worker.runner":
         yield from (f"{module.name}: {name}" for name in module.imports(top_level=True) if within(name, ("torch",)))
 
@@ -221,6 +227,8 @@ def test_every_module_says_what_it_owns() -> None:
         (misplaced_libraries, "engine_core.session", "import grpc.aio"),
         (misplaced_libraries, "frontend.check", "def f():\n    import torch"),
         (misplaced_libraries, "engine_core.worker.runner", "import torch"),
+        (misplaced_libraries, "engine_core.worker.worker", "from engine_core.worker import constraints"),
+        (misplaced_libraries, "engine_core.session", "import llguidance"),
         (cuda_names, "engine_core.worker.runner", "def f(torch):\n    torch.cuda.synchronize()"),
         (cuda_names, "engine_core.device.lanes", "from cuda.bindings import driver"),
         (unsafe_code, "tests.unit.x", "import pickle"),

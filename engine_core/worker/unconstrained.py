@@ -1,0 +1,69 @@
+"""What the runner and the worker see of rows that follow grammars, and a worker's rows where none does.
+
+Owns no grammar: `constraints.py` does, which is imported only where a device can mask, since it loads the tokenizer.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from engine_core.device.base import Int32, RowMask
+from engine_core.errors import ProtocolViolation
+from engine_core.step import GrammarPrepared
+
+Refused = tuple[int, str]
+"""(slot, cause) of a row that can't draw anything."""
+
+
+class Constraints(Protocol):
+    """Grammars by key, and the rows that follow them by slot. No method but `masks` waits, and that within a bound."""
+
+    def prepare(self, key: int, kind: str, text: str) -> None:
+        """Compile a grammar; `outcomes` has the outcome later."""
+
+    def outcomes(self) -> list[GrammarPrepared]:
+        """What came of grammars since the last call."""
+
+    def forget(self, key: int) -> None:
+        """No row will start with it any more, and nobody wants what its rows draw."""
+
+    def start(self, slot: int, key: int, output: Int32) -> None:
+        """A row begins, `output` being what it has drawn before a preemption; key 0: it follows none.
+
+        Raises ProtocolViolation for a grammar that isn't prepared.
+        """
+
+    def masks(self, slots: Int32) -> tuple[list[RowMask], list[Refused]]:
+        """What the rows that are about to draw may draw, and those that can't draw anything."""
+
+    def drawn(self, slots: Int32, tokens: npt.NDArray[np.int32]) -> None:
+        """The rows have drawn these tokens: begin their next masks."""
+
+
+class Unconstrained:
+    """The `Constraints` of a worker whose rows follow no grammars."""
+
+    def prepare(self, key: int, kind: str, text: str) -> None:
+        raise ProtocolViolation("this worker can't serve grammars, as Ready has said")
+
+    def outcomes(self) -> list[GrammarPrepared]:
+        return []
+
+    def forget(self, key: int) -> None:
+        raise ProtocolViolation(f"grammar {key} was never prepared")
+
+    def start(self, slot: int, key: int, output: Int32) -> None:
+        if key:
+            raise ProtocolViolation("a row follows a grammar, which this worker can't serve")
+
+    def masks(self, slots: Int32) -> tuple[list[RowMask], list[Refused]]:
+        return [], []
+
+    def drawn(self, slots: Int32, tokens: npt.NDArray[np.int32]) -> None:
+        """Nobody asks."""
+
+
+UNCONSTRAINED = Unconstrained()
