@@ -106,18 +106,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         ordinal = self.device.partition(":")[2]
         if ":" in self.device and (self.device_kind != "cuda" or not ordinal.isdecimal() or len(ordinal) > 3):
             raise ConfigError(f"--device {self.device}: only cuda takes an ordinal, as in cuda:0")
-        _one_of("--decode-overlap", self.decode_overlap, OVERLAP_MODES)
-        if self.decode_overlap != "off" and self.device_kind == "cpu":
-            raise ConfigError(f"--decode-overlap {self.decode_overlap} needs --device cuda; on cpu use off")
-        if self.decode_sms is not None and self.decode_overlap not in ("green", "auto"):
-            raise ConfigError("--decode-sms goes with --decode-overlap green or auto; the other modes share all SMs")
-        for flag, target in (("--itl-target-ms", self.itl_target_ms), ("--ttft-target-ms", self.ttft_target_ms)):
-            if target is None:
-                continue
-            if self.decode_overlap != "auto":
-                raise ConfigError(f"{flag} goes with --decode-overlap auto; the other modes follow no target")
-            if not 0.1 <= target <= 600_000:
-                raise ConfigError(f"{flag} is {target}; it must be from 0.1 to 600000 milliseconds")
+        self._check_lanes()
         self._check_address()
         _one_of("--dtype", self.dtype, DTYPES)
         _one_of("--load-format", self.load_format, LOAD_FORMATS)
@@ -152,6 +141,20 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{flag} is {seconds}; it must be from 0.5 to 86400 seconds")
         if not 0 <= self.drain_timeout <= 3600:
             raise ConfigError(f"--drain-timeout is {self.drain_timeout}; it must be from 0 to 3600 seconds")
+
+    def _check_lanes(self) -> None:
+        _one_of("--decode-overlap", self.decode_overlap, OVERLAP_MODES)
+        if self.decode_overlap != "off" and self.device_kind == "cpu":
+            raise ConfigError(f"--decode-overlap {self.decode_overlap} needs --device cuda; on cpu use off")
+        if self.decode_sms is not None and self.decode_overlap not in ("green", "auto"):
+            raise ConfigError("--decode-sms goes with --decode-overlap green or auto; the other modes share all SMs")
+        for flag, target in (("--itl-target-ms", self.itl_target_ms), ("--ttft-target-ms", self.ttft_target_ms)):
+            if target is None:
+                continue
+            if self.decode_overlap != "auto":
+                raise ConfigError(f"{flag} goes with --decode-overlap auto; the other modes follow no target")
+            if not 0.1 <= target <= 600_000:
+                raise ConfigError(f"{flag} is {target}; it must be from 0.1 to 600000 milliseconds")
 
     def _check_address(self) -> None:
         path, guards = self.socket_path, self.access
