@@ -26,9 +26,12 @@ from frontend.request import ApiError, ChatPrompt, Code, Delta, TextRequest, Tok
 from frontend.spans import CallSpan, serving
 from frontend.tokenizer import Tokenizer
 from frontend.tools import template_calls
+from frontend.wire import cap
 
 INLINE_IDS = 4096
 """Longer lists of ids are decoded in a worker thread."""
+MAX_DECODED_IDS = 1 << 20
+"""Only to look through tens of millions stops everything else for seconds."""
 DRAIN_RETRY_S = 5.0
 
 
@@ -228,8 +231,9 @@ class Served:
     async def decode(self, ids: Sequence[int], skip_special_tokens: bool, parameter: str) -> str:
         """The text of ids, without blocking the event loop for long lists.
 
-        Raises ApiError naming `parameter` for an id that the model doesn't have.
+        Raises ApiError naming `parameter` for an id that the model doesn't have, or for more ids than MAX_DECODED_IDS.
         """
+        cap(parameter, len(ids), MAX_DECODED_IDS)
         info = self._engine.info
         size = max(self.tokenizer.vocab_size, 0 if info is None else info.vocab_size)
         if ids and not 0 <= min(ids) <= max(ids) < size:

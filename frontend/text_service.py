@@ -12,6 +12,7 @@ from typing import Any
 
 from greenlane.text.v1 import text_pb2, text_pb2_grpc
 
+from frontend.chat_template import MAX_MESSAGES
 from frontend.grpc_call import MAX_LABEL_CHARS, deadline_s, with_status
 from frontend.openai_fields import decode_object, invalid
 from frontend.openai_types import MAX_N, MAX_SALT_BYTES
@@ -25,6 +26,7 @@ from frontend.request import (
     Usage,
 )
 from frontend.serving import Served
+from frontend.wire import MAX_LOGIT_BIAS, MAX_STOP_IDS, cap
 
 SERVICE = text_pb2.DESCRIPTOR.services_by_name["Text"].full_name
 
@@ -106,6 +108,7 @@ def _given(message: Any, name: str) -> Any:
 
 
 def _chat(chat: text_pb2.Chat) -> ChatPrompt:
+    cap("messages", len(chat.messages), MAX_MESSAGES)
     kwargs = chat.template_kwargs_json
     return ChatPrompt(
         [{"role": message.role, "content": message.content} for message in chat.messages],
@@ -117,6 +120,8 @@ def _chat(chat: text_pb2.Chat) -> ChatPrompt:
 def _sampling(message: text_pb2.Sampling) -> Sampling:
     if message.HasField("n") and not 1 <= message.n <= MAX_N:
         raise invalid(f"n is {message.n}; it must be from 1 to {MAX_N}", "n")
+    cap("stop_token_ids", len(message.stop_token_ids), MAX_STOP_IDS)
+    cap("logit_bias", len(message.logit_bias), MAX_LOGIT_BIAS)
     return Sampling(
         temperature=_given(message, "temperature"),
         top_p=_given(message, "top_p"),

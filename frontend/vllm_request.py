@@ -14,6 +14,7 @@ from frontend.openai_fields import invalid
 from frontend.openai_types import MAX_N
 from frontend.request import Grammar, Sampling, TextRequest
 from frontend.serving import Served
+from frontend.wire import MAX_LOGIT_BIAS, MAX_STOP_IDS, cap
 
 UNSERVED = ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "media_refs")
 SEEDS = 1 << 64
@@ -74,6 +75,8 @@ def constraint(params: Any) -> Grammar | None:
 def _sampling(params: Any) -> Sampling:
     if params.n > MAX_N:  # answers are allocated from it before the engine core sees it
         raise invalid(f"n is {params.n}; it must be from 1 to {MAX_N}", "n")
+    cap("stop_token_ids", len(params.stop_token_ids), MAX_STOP_IDS)
+    cap("logit_bias", len(params.logit_bias), MAX_LOGIT_BIAS)
     seed = _present(params, "seed")
     return Sampling(
         temperature=_present(params, "temperature"),

@@ -109,8 +109,8 @@ def _sampling(sampling: Sampling) -> pb.SamplingParams:
     params = pb.SamplingParams()
     for name in SCALARS:
         _assign(params, name, getattr(sampling, name))
-    _cap("stop_token_ids", len(sampling.stop_token_ids), MAX_STOP_IDS)
-    _cap("logit_bias", len(sampling.logit_bias), MAX_LOGIT_BIAS)
+    cap("stop_token_ids", len(sampling.stop_token_ids), MAX_STOP_IDS)
+    cap("logit_bias", len(sampling.logit_bias), MAX_LOGIT_BIAS)
     try:
         params.stop_token_ids.extend(sampling.stop_token_ids)
     except (ValueError, TypeError):
@@ -132,7 +132,8 @@ def _assign(message: pb.SamplingParams | pb.AddRequest, name: str, value: float 
         raise ApiError(Code.INVALID_ARGUMENT, f"{name} is {value!r}, which is out of range", name) from None
 
 
-def _cap(name: str, count: int, limit: int) -> None:
+def cap(name: str, count: int, limit: int) -> None:
+    """Raise ApiError (INVALID_ARGUMENT) for a list of too many entries: asked before it is copied."""
     if count > limit:
         raise ApiError(Code.INVALID_ARGUMENT, f"{name} has {count} entries; at most {limit} are allowed", name)
 

@@ -16,7 +16,7 @@ from greenlane.text.v1 import text_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
-from frontend import listeners
+from frontend import listeners, serving
 from frontend.config import ConfigError
 from frontend.health import HealthService
 from frontend.request import ApiError, Code, Delta, Sampling, TokenLogprob, TopLogprob
@@ -164,6 +164,13 @@ async def test_logprobs(front: Front) -> None:
         ({"prompt": "x", "sampling": pb.Sampling(n=129)}, Code.INVALID_ARGUMENT, "n"),
         ({"prompt": "x", "cache_salt": "s" * 257}, Code.INVALID_ARGUMENT, "cache_salt"),
         ({"chat": pb.Chat()}, Code.INVALID_ARGUMENT, "messages"),
+        ({"chat": pb.Chat(messages=[pb.Message()] * 65537)}, Code.INVALID_ARGUMENT, "messages"),
+        ({"prompt": "x", "sampling": pb.Sampling(stop_token_ids=[1] * 129)}, Code.INVALID_ARGUMENT, "stop_token_ids"),
+        (
+            {"prompt": "x", "sampling": pb.Sampling(logit_bias=dict.fromkeys(range(1025), 0.5))},
+            Code.INVALID_ARGUMENT,
+            "logit_bias",
+        ),
         (
             {"chat": pb.Chat(messages=[pb.Message(role="user")], template_kwargs_json="[1]")},
             Code.INVALID_ARGUMENT,
@@ -182,6 +189,16 @@ async def test_refused_here(front: Front, fields: dict[str, Any], code: Code, pa
     assert error.code().value[0] == code
     assert named_field(error) == parameter
     assert front.site.script.answers == []
+
+
+async def test_ids_are_counted_before_they_are_looked_at(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if a list of ids is searched on the event loop whatever its length: 30 million of them took longer than a
+    frontend may be silent, and cost it its life."""
+    monkeypatch.setattr(serving, "MAX_DECODED_IDS", 4)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await front.text.Detokenize(pb.DetokenizeRequest(ids=[9999] * 5), timeout=HANG_GUARD_S)
+    assert (refused.value.code(), named_field(refused.value)) == (grpc.StatusCode.INVALID_ARGUMENT, "ids")
+    assert refused.value.details() == "ids has 5 entries; at most 4 are allowed"
 
 
 async def test_refused_by_the_engine(front: Front) -> None:
