@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from typing import Any, Protocol, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 from greenlane.engine.v1 import engine_pb2 as pb
 from greenlane.engine.v1 import engine_pb2_grpc
 
@@ -91,6 +92,15 @@ def _statuses(method: Method[Asked, Answer]) -> Method[Asked, Answer]:
             await context.abort(grpc.StatusCode.INTERNAL, "internal error of the engine core; see its log")
 
     return wrapped
+
+
+async def _well_formed(messages: AsyncIterator[pb.SessionRequest]) -> AsyncIterator[pb.SessionRequest]:
+    """The messages; raises SessionBroken for bytes that are none."""
+    try:
+        async for message in messages:
+            yield message
+    except DecodeError:
+        raise SessionBroken(StatusCode.INVALID_ARGUMENT, "a message is malformed: no SessionRequest") from None
 
 
 class _Stream:
@@ -263,7 +273,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
 
     async def _read(self, stream: _Stream, messages: AsyncIterator[pb.SessionRequest]) -> None:
         """The client's messages become commands, until it closes its side."""
-        async for message in messages:
+        async for message in _well_formed(messages):
             if self._spans is not None:
                 self._spans.asked(stream.session.number, message.adds)
             commands = stream.session.receive(message, self._clock())

@@ -174,6 +174,19 @@ async def test_a_protocol_violation_ends_one_session_only(serving: Rig) -> None:
     await serving.until(lambda: len(serving.core.commands) == 2)
 
 
+async def test_a_malformed_message_is_its_clients_fault(serving: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    """Red if bytes that are no message end as an internal error with a traceback, or cost another session."""
+    good = await serving.open()
+    session: Any = serving.channel.stream_stream("/greenlane.engine.v1.Engine/Session")
+    bad = session()
+    await bad.write(b"\xff" * 9)
+    code, details = await status_of(bad)
+    assert (code, "malformed" in details) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+    assert "call_failed" not in caplog.text
+    await good.write(add(1))
+    await serving.until(lambda: len(serving.core.commands) == 2)
+
+
 async def test_a_refusal_comes_back_and_is_counted(serving: Rig) -> None:
     """Red when a refusal at the edge breaks the session or isn't in the counters."""
     call = await serving.open()
