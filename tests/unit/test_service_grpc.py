@@ -177,8 +177,8 @@ async def test_a_protocol_violation_ends_one_session_only(serving: Rig) -> None:
 async def test_a_malformed_message_is_its_clients_fault(serving: Rig, caplog: pytest.LogCaptureFixture) -> None:
     """Red if bytes that are no message end as an internal error with a traceback, or cost another session."""
     good = await serving.open()
-    session: Any = serving.channel.stream_stream("/greenlane.engine.v1.Engine/Session")
-    bad = session()
+    channel: Any = serving.channel
+    bad = channel.stream_stream("/greenlane.engine.v1.Engine/Session")()
     await bad.write(b"\xff" * 9)
     code, details = await status_of(bad)
     assert (code, "malformed" in details) == (grpc.StatusCode.INVALID_ARGUMENT, True)
