@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import TextIO
 
@@ -23,15 +24,19 @@ class Progress:
         if self._shown == (what, part):
             return
         if self._rewrite and self._shown is not None and self._shown[0] != what:
-            self._stream.write("\n")
+            self._write("\n")
         self._shown = (what, part)
         line = f"{what} {part * 100 // parts:3d} %" if total > 0 else what
-        self._stream.write(f"\r{line}" if self._rewrite else f"{line}\n")
-        self._stream.flush()
+        self._write(f"\r{line}" if self._rewrite else f"{line}\n")
 
     def finish(self) -> None:
         """End the line that is being rewritten."""
         if self._rewrite and self._shown is not None:
-            self._stream.write("\n")
-            self._stream.flush()
+            self._write("\n")
         self._shown = None
+
+    def _write(self, text: str) -> None:
+        """A reader that is gone is no reason to stop loading."""
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+            self._stream.flush()

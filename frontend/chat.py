@@ -66,7 +66,9 @@ class Answer:
         parts = [f"first token after {1000 * self.first_token_s:.0f} ms"]
         if self.tokens > 1 and self.total_s > self.first_token_s:
             parts.append(f"{(self.tokens - 1) / (self.total_s - self.first_token_s):.1f} tokens/s")
-        parts.append(f"{self.prompt_tokens} prompt tokens ({self.cached_tokens} cached), {self.tokens} output tokens")
+        if self.prompt_tokens:  # told at the end of an answer, which a stopped one hasn't got
+            parts.append(f"{self.prompt_tokens} prompt tokens ({self.cached_tokens} cached)")
+        parts.append(f"{self.tokens} output tokens")
         return ", ".join(parts)
 
 

@@ -371,7 +371,9 @@ class EngineClient:
     async def _lose(self, state: ClientState, reason: str) -> None:
         """Health first, then the requests."""
         session = self._session
-        if session is not None or self.lost_reason != reason:
+        if session is None and self.lost_reason != reason:
+            logger.info("no engine session: %s", reason)
+        elif session is not None and (state is not ClientState.CLOSED or session.open_sequences):
             logger.warning("engine session lost: %s", reason)
         self.lost_reason = reason
         self._serving.clear()

@@ -85,8 +85,10 @@ def _structured_outputs(fields: Fields) -> Grammar | None:
 def _grammar(fields: Fields, name: str, kind: str) -> Grammar | None:
     """The grammar under `name`, if there is one."""
     value, path = fields.raw(name), fields.path(name)
-    if value in (None, "", []):
+    if value is None:
         return None
+    if value in ("", []):
+        raise invalid(f"{path} is empty: an output can't follow it; leave it out", path)
     match kind:
         case "json" if isinstance(value, dict):
             return Grammar("json_schema", _json(value), path)

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from access.folders import private_folder
 from access.policy import AccessError, is_loopback, split_address
@@ -85,8 +85,17 @@ def _whereabouts(message: str, config: Path | None, keys: Set[str]) -> str:
 
 def say(text: str) -> None:
     """A line about the processes, for the person who watches."""
-    sys.stderr.write(f"greenlane: {text}\n")
-    sys.stderr.flush()
+    _tell(sys.stderr, f"greenlane: {text}\n")
+
+
+def _tell(stream: TextIO, text: str) -> None:
+    """That nobody reads any more is no reason to stop, now or when the stream is flushed at the end."""
+    try:
+        stream.write(text)
+        stream.flush()
+    except OSError:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), stream.fileno())
 
 
 # ------------------------------ settings
@@ -209,11 +218,10 @@ def announce(engine_address: str, ready_fd: int | None, ready: Mapping[str, Read
     listening = [each for each in LISTENERS if each.kind in frontends[0]]
     served = {each.kind: sorted({frontend[each.kind] for frontend in frontends}) for each in listening}
     places = " · ".join(f"{each.spoken} {' '.join(served[each.kind])}" for each in listening)
-    sys.stdout.write(f"ready: {places} · engine {engine_address}{_lanes(ready)}\n")
-    sys.stdout.flush()
+    _tell(sys.stdout, f"ready: {places} · engine {engine_address}{_lanes(ready)}\n")
     if ready_fd is not None:
         message = {**served, "engine": engine_address, "pids": pids, **_info(ready)}
-        with os.fdopen(ready_fd, "w") as pipe:
+        with contextlib.suppress(BrokenPipeError), os.fdopen(ready_fd, "w") as pipe:
             pipe.write(json.dumps(message) + "\n")
 
 

@@ -139,16 +139,23 @@ def _fitted(mix: Mix, models: Sequence[_Model]) -> Mix:
 # ------------------------------ what is told
 
 
+def _short(value: float | None) -> str:
+    """Three digits or more: a row fits on a terminal of 80 columns."""
+    if value is None:
+        return "–"
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
 def _print(console: rich.console.Console, mix: Mix, phases: Sequence[Phase]) -> None:
     console.print(f"{mix.model}: {mix.decoders} decoders; times in ms", highlight=False, markup=False)
-    table = rich.table.Table(box=rich.box.SIMPLE)
+    table = rich.table.Table(box=rich.box.SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("prompts", no_wrap=True)
     for name in COLUMNS:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for phase in phases:
         row = figures(mix, phase)
         what = f"{mix.inject_len} tokens at {mix.qps:g}/s" if phase.name == "injected" else "none"
-        table.add_row(what, *("–" if row[key] is None else f"{row[key]:g}" for key in COLUMNS.values()))
+        table.add_row(what, *(_short(row[key]) for key in COLUMNS.values()))
     console.print(table)
     if phases[-1].alive < mix.decoders:
         console.print(

@@ -6,16 +6,20 @@ a frozen process, 5 s until no process of a lost part is left.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
 import time
 
 import grpc
 import httpx
+import psutil
 import pytest
 
+from scripts.serving import GREENLANE, TINY
 from tests.e2e.conftest import MakeServer
-from tests.e2e.harness import OpenCall, Server, alive, long_request, serving, until
+from tests.e2e.harness import GUARD_S, SMALL, OpenCall, Server, alive, long_request, serving, until
 
 pytestmark = pytest.mark.e2e
 
@@ -165,3 +169,35 @@ def test_second_signal_stops_at_once(make_server: MakeServer) -> None:
     server.process.wait()
     assert not alive(pids)
     assert time.monotonic() - began < ORPHANS_S
+
+
+def test_a_log_that_nobody_reads_stops_nothing() -> None:
+    """Red if a server whose output was piped to something that has gone hangs, doesn't serve, or can't be stopped."""
+    flags = [f"--model={TINY}", *SMALL, "--device=fake", "--port=0", "--grpc-port=0"]
+    ready_fd, ready_end = os.pipe()
+    process = subprocess.Popen(
+        [*GREENLANE, "serve", *flags, f"--ready-fd={ready_end}"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        pass_fds=(ready_end,),
+    )
+    os.close(ready_end)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        process.stdout.close()
+        with os.fdopen(ready_fd) as pipe:
+            http = json.loads(pipe.readline())["http"][0]
+        assert httpx.get(f"{http}/health", trust_env=False).status_code == 200
+        worker = next(
+            each for each in psutil.Process(process.pid).children(recursive=True) if "worker" in each.cmdline()
+        )
+        worker.kill()
+        until(lambda: httpx.get(f"{http}/health", trust_env=False).status_code != 200, "the loss was noticed")
+        until(lambda: httpx.get(f"{http}/health", trust_env=False).status_code == 200, "serving again")
+        process.terminate()
+        assert process.wait(GUARD_S) == 0
+    finally:
+        process.kill()
+        process.wait()

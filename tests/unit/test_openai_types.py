@@ -212,7 +212,7 @@ def test_refused_completions(fields: dict[str, Any], parameter: str) -> None:
     ("fields", "grammar"),
     [
         ({}, None),
-        ({"response_format": {"type": "text"}, "guided_json": None, "guided_choice": []}, None),
+        ({"response_format": {"type": "text"}, "guided_json": None, "guided_choice": None}, None),
         ({"response_format": {"type": "json_object"}}, ("json_schema", '{"type":"object"}', "response_format")),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"b": [1]}}}},
