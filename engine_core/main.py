@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import json
 import logging
 import os
@@ -180,6 +181,8 @@ class EngineProcess:
     async def _serving(self, limits: ModelLimits, ready: Ready) -> None:
         info = ready_info(self._info, self._config, limits, ready)
         await self._service.serve(limits, info)
+        gc.collect()
+        gc.freeze()  # what stands by now stays: a collection needn't look through it, and hold up a step, again
         event(log, logging.INFO, "serving", address=self._address, device=ready.device, load_s=round(ready.load_s, 3))
         if self._ready_fd is not None:
             announce(self._ready_fd, self._address, info)
