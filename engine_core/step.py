@@ -178,15 +178,15 @@ class StepTimes(msgspec.Struct, array_like=True, frozen=True):
     decode: list[tuple[int, int]]
     """(rows, µs) on the whole GPU, ascending."""
     beside: list[tuple[int, int]]
-    """The same on the decode partition."""
+    """The same on the decode partition, beside a prefill."""
     mixed: list[tuple[int, int, int]]
     """(decode rows, tokens of a chunk, µs) on the whole GPU, ascending; the largest rows cover all that can run."""
     lane: list[tuple[int, int]]
-    """(tokens, µs) of a prefill on its partition, ascending."""
+    """(tokens, µs) of a prefill on its partition, beside decode, ascending."""
     context_ns: float
     """Of decode attention on the whole GPU, for each token of KV that it reads."""
     beside_slowdown: float
-    """That on the decode partition, over the whole GPU."""
+    """That on the decode partition beside a prefill, over the whole GPU."""
     history_ns: float
     """Of prefill attention on the whole GPU, for each token of a chunk and each token of KV before the chunk."""
 
