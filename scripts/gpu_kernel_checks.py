@@ -17,6 +17,7 @@ from msgspec import structs
 from engine_core.ops import philox
 from engine_core.ops.cuda import reference
 from engine_core.ops.cuda.attention import DecodeAttention
+from engine_core.ops.cuda.cublaslt import CublasLt, Product
 from engine_core.ops.cuda.kernel import Kernels
 from engine_core.ops.cuda.layer import AddRmsNorm, EmbedLast, Heads, RopeAndStore, SiluMul
 from engine_core.ops.cuda.linear import Epilogue, LinearWeights, SkinnyLinear, Tile
@@ -85,6 +86,31 @@ def check_linear(cache: Path) -> Measured:
                 graph.replay()
                 wanted = reference.linear(host, x.cpu(), None if residual is None else residual.cpu())
                 near(measured, f"{name}/{tile or 'default'}/{tokens}", y, wanted)
+    return measured
+
+
+def check_matmul(_: Path) -> Measured:
+    """Every algorithm that the library proposes, on the whole GPU and for a lane of 64 SMs."""
+    torch.zeros(1, device=DEVICE)  # makes the context
+    library, measured, shape = CublasLt(sms()), Measured(), QWEN3_4B
+    sizes = {
+        "qkv": (shape.qkv_rows, shape.hidden),
+        "out": (shape.hidden, shape.attention_width),
+        "down": (shape.hidden, shape.intermediate),
+        "head": (20000, shape.hidden),
+    }
+    for name, (outputs, inputs) in sizes.items():
+        weight, bias = random(outputs, inputs, scale=0.02), random(outputs) if name == "qkv" else None
+        host = LinearWeights(weight.cpu().float(), bias=None if bias is None else bias.cpu(), wide=name == "head")
+        for rows in (12, 64, 256, 400):
+            x = random(rows, inputs)
+            wanted = reference.linear(host, x.cpu(), None)
+            for lane_sms in (sms(), 64):
+                product = Product(rows, outputs, inputs, lane_sms, name == "head", bias is not None)
+                problem = library.problem(product)
+                for place in range(len(problem)):
+                    y = problem.launch(place, x, weight, bias)
+                    near(measured, f"{name}/{rows}/{lane_sms}/{place}", y, wanted)
     return measured
 
 
@@ -346,6 +372,7 @@ def check_step(cache: Path) -> Measured:
 
 CHECKS: dict[str, Callable[[Path], Measured]] = {
     "linear": check_linear,
+    "matmul": check_matmul,
     "layer": check_layer,
     "attention": check_attention,
     "prefill": check_prefill,

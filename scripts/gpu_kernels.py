@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # this file is run as a script
 
-CHECK_NAMES = ("linear", "layer", "attention", "prefill", "sampling", "step")
+CHECK_NAMES = ("linear", "matmul", "layer", "attention", "prefill", "sampling", "step")
 TIME_NAMES = ("step", "linear", "attention", "sampling", "layer", "prefill")
 
 

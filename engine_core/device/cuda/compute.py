@@ -11,6 +11,7 @@ import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from engine_core.device.cuda.rows import DeviceRows
 from engine_core.device.cuda.staging import Staging
 from engine_core.ops.cuda.decoder import CudaDecoder
 from engine_core.ops.cuda.kernel import KernelError
+from engine_core.ops.cuda.matmul import Multiply
 from engine_core.ops.cuda.prefill import PagedPrefill
 from engine_core.ops.cuda.sampling import Sampler
 from engine_core.step import Lane, RowStart
@@ -61,6 +63,7 @@ class LaneWork:
     """Makes the stream torch's current one; nothing to do for the primary lane's, which always is."""
     staging: Staging
     prefill: PagedPrefill
+    multiply: Multiply
     residual: torch.Tensor
     """bf16 [most tokens, H]: the last ragged forward's final rows."""
     picked: list[torch.Tensor]
@@ -97,12 +100,12 @@ class CudaCompute:
         heads: Heads,
         decode: dict[bool, dict[int, Replay]],
         row_buckets: list[int],
-        mixed_rows: list[int],
-        token_buckets: list[int],
+        chunk_sizes: dict[int, list[int]],
         page_table: torch.Tensor,
         close: Callable[[], None],
     ) -> None:
-        """`decode[beside_prefill]`: the decode graphs by bucket of rows. `close` destroys streams and contexts."""
+        """`decode[beside_prefill]`: the decode graphs by bucket of rows. `chunk_sizes`: buckets of chunks' tokens, by
+        bucket of decode rows before them. `close` destroys streams and contexts."""
         self._decoder = decoder
         self._sampler = sampler
         self._rows = rows
@@ -111,8 +114,8 @@ class CudaCompute:
         self._heads = heads
         self._decode = decode
         self._row_buckets = row_buckets
-        self._mixed_rows = mixed_rows
-        self._token_buckets = token_buckets
+        self._chunk_sizes = chunk_sizes
+        self._mixed_rows = sorted(rows for rows in chunk_sizes if rows)
         self._page_table = page_table
         self._close = close
         self._appended: list[tuple[Int32, Int32, Int32]] = []
@@ -177,7 +180,7 @@ class CudaCompute:
         lane, decode = self._lanes[batch.lane], batch.decode_rows
         rows = bucket_of(self._mixed_rows, decode) if decode else 0
         total = int(batch.lengths[decode:].sum())
-        tokens = bucket_of(self._token_buckets, total)
+        tokens = bucket_of(self._chunk_sizes[rows], total)
         fields = lane.staging.begin()
         with lane.current:
             ends = rows + np.cumsum(batch.lengths[decode:], dtype=np.int64)
@@ -188,7 +191,7 @@ class CudaCompute:
             lane.ragged[rows, tokens]()
             self._pick(lane, batch, ring)
             lane.prompts[ring] = [
-                self._describe_prompt(lane.residual, int(ends[rows.row - decode] - batch.lengths[rows.row]), rows)
+                self._describe_prompt(lane, int(ends[rows.row - decode] - batch.lengths[rows.row]), rows)
                 for rows in batch.prompt_logprobs
             ]
 
@@ -220,8 +223,9 @@ class CudaCompute:
             target = lane.picked[ring]
         torch.index_select(lane.residual, 0, lane.staging.on_device["picks"][: len(target)], out=target)
 
-    def _describe_prompt(self, residual: torch.Tensor, first: int, rows: PromptRows) -> PinnedPrompt:
-        return describe_prompt(self._decoder.logits, residual[first : first + len(rows.targets)], rows)
+    def _describe_prompt(self, lane: LaneWork, first: int, rows: PromptRows) -> PinnedPrompt:
+        logits = partial(self._decoder.logits, multiply=lane.multiply)
+        return describe_prompt(logits, lane.residual[first : first + len(rows.targets)], rows)
 
     # ------------------------------ drawing
 
@@ -257,7 +261,7 @@ class CudaCompute:
     def _draw_described(self, bucket: int, tops: Int32) -> PinnedLogprobs:
         """Draw outside the graph, keeping the raw logits of the rows that want to know."""
         staged, heads = self._primary.staging.on_device, self._heads
-        logits = self._decoder.logits(heads.rows[:bucket])
+        logits = self._decoder.logits(heads.rows[:bucket], self._primary.multiply)
         asked = np.flatnonzero(tops >= 0)
         index = torch.from_numpy(asked).pin_memory().to(logits.device, non_blocking=True)
         raw = logits[index]

@@ -17,8 +17,10 @@ from engine_core.device.green import GreenPartition
 from engine_core.device.lanes import LaneStream
 from engine_core.model_config import ModelConfig
 from engine_core.ops.cuda.attention import DecodeAttention
+from engine_core.ops.cuda.cublaslt import CublasLt
 from engine_core.ops.cuda.decoder import CudaDecoder
 from engine_core.ops.cuda.layer import Heads as HeadShape
+from engine_core.ops.cuda.matmul import Choices, LaneMatmul, Multiply
 from engine_core.ops.cuda.nvrtc import CudaKernels
 from engine_core.ops.cuda.sampling import Sampler, SamplingTables
 from engine_core.step import Lane
@@ -43,10 +45,10 @@ class Opened:
     lanes: dict[Lane, LaneWork]
     heads: Heads
     row_buckets: list[int]
-    mixed_rows: list[int]
-    """Buckets of decode rows that share a forward with chunks."""
-    token_buckets: list[int]
-    """Tokens of chunks."""
+    chunk_sizes: dict[int, list[int]]
+    """Buckets of chunks' tokens by bucket of decode rows in the same forward; 0 rows: chunks alone."""
+    library: CublasLt
+    choices: Choices
     sms: int
 
     @property
@@ -56,7 +58,18 @@ class Opened:
     @property
     def most_tokens(self) -> int:
         """Of one forward, padding included."""
-        return max([0, *self.mixed_rows]) + self.token_buckets[-1]
+        return max(self.chunk_sizes) + self.most_chunk_tokens
+
+    @property
+    def most_chunk_tokens(self) -> int:
+        return self.chunk_sizes[0][-1]
+
+    def sms_of(self, lane: Lane) -> int:
+        """Of the lane's own forwards with chunks; decode beside a prefill keeps to its partition."""
+        return self.sms if self.partition is None or lane is Lane.PRIMARY else self.partition.prefill_sms
+
+    def multiply(self, sms: int) -> LaneMatmul:
+        return LaneMatmul(self.library, self.choices, sms)
 
     def attention(self, sms: int) -> DecodeAttention:
         """Decode attention with workspaces of its own, for a lane of so many SMs."""
@@ -85,12 +98,14 @@ def ragged(
             ids = torch.where(ids < 0, opened.tables.last_token[slots.clamp(min=0)], ids)
         residual = work.residual[:total]
         residual.copy_(decoder.embedding[ids])
-        decoder.layers(residual, slots, positions, kv, attend, fused=False)
+        decoder.layers(residual, slots, positions, kv, attend, work.multiply, fused=False)
 
     return run
 
 
-def decode(opened: Opened, bucket: int, attention: DecodeAttention, kv: torch.Tensor) -> Callable[[], None]:
+def decode(
+    opened: Opened, bucket: int, attention: DecodeAttention, multiply: Multiply, kv: torch.Tensor
+) -> Callable[[], None]:
     """One token for each of `bucket` rows; the rows' final states are left where the head reads them."""
     staged, rows = opened.lanes[Lane.PRIMARY].staging.on_device, opened.heads.rows[:bucket]
     slots, positions = staged["slots"][:bucket], staged["positions"][:bucket]
@@ -102,18 +117,19 @@ def decode(opened: Opened, bucket: int, attention: DecodeAttention, kv: torch.Te
         opened.page_table.view(-1).index_copy_(0, staged["targets"][:bucket], staged["pages"][:bucket])
         opened.decoder.embed_last(opened.tables.last_token, slots, rows)
         attention.plan(slots, positions)
-        opened.decoder.layers(rows, slots, positions, kv, attend, fused=True)
+        opened.decoder.layers(rows, slots, positions, kv, attend, multiply, fused=True)
 
     return run
 
 
 def head(opened: Opened, bucket: int) -> Callable[[], None]:
     """Logits of the head's rows and a draw for each."""
-    staged = opened.lanes[Lane.PRIMARY].staging.on_device
+    primary = opened.lanes[Lane.PRIMARY]
+    staged = primary.staging.on_device
     slots, positions = staged["sample_slots"][:bucket], staged["sample_positions"][:bucket]
 
     def run() -> None:
-        logits = opened.decoder.logits(opened.heads.rows[:bucket])
+        logits = opened.decoder.logits(opened.heads.rows[:bucket], primary.multiply)
         opened.sampler(logits, slots, positions, opened.heads.tokens[:bucket])
 
     return run

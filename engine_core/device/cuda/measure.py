@@ -86,7 +86,7 @@ class _Meter:
         return out
 
     def _prefilling(self) -> _Prefilling:
-        tokens = bucket_of(self._opened.token_buckets, min(4096, self._opened.token_buckets[-1]))
+        tokens = bucket_of(self._opened.chunk_sizes[0], min(4096, self._opened.most_chunk_tokens))
         return _Prefilling(self._prefill, tokens)
 
     def mixed(self) -> list[tuple[int, int, int]]:
@@ -147,7 +147,7 @@ class _Meter:
     def history(self) -> float:
         """ns for each token of a chunk and each token of KV before it."""
         opened = self._opened
-        tokens = bucket_of(opened.token_buckets, min(CHUNK, opened.token_buckets[-1]))
+        tokens = bucket_of(opened.chunk_sizes[0], min(CHUNK, opened.most_chunk_tokens))
         history = max(0, min(HISTORY, opened.page_table.shape[1] * PAGE - tokens))
         work = self._primary.ragged[0, tokens]
         self._plan(self._primary, 0, tokens)

@@ -10,15 +10,15 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from engine_core.config import WorkerConfig
 from engine_core.device.base import Device, LaneSizes
-from engine_core.device.cuda.compute import CudaCompute, Excursion, Heads, LaneWork, Replay
+from engine_core.device.cuda.capture import Capture, tune_products
+from engine_core.device.cuda.compute import CudaCompute, Excursion, Heads, LaneWork
 from engine_core.device.cuda.driver import CudaTable
-from engine_core.device.cuda.forwards import Opened, decode, head, ragged
-from engine_core.device.cuda.graphs import CHUNK_SIZES, DECODE_SIZES, MIXED_ROWS, GraphPool, buckets
+from engine_core.device.cuda.forwards import Opened, head, ragged
+from engine_core.device.cuda.graphs import CHUNK_SIZES, DECODE_SIZES, MIXED_ROWS, buckets, mixed_chunk_sizes
 from engine_core.device.cuda.measure import step_times
 from engine_core.device.cuda.rows import DeviceRows
 from engine_core.device.cuda.staging import Staging
@@ -29,10 +29,11 @@ from engine_core.errors import ConfigError
 from engine_core.model_config import ModelConfig, load_model_config
 from engine_core.models.layers import rotary_frequencies
 from engine_core.models.weights import load_parameters
-from engine_core.ops.cuda.attention import DecodeAttention
+from engine_core.ops.cuda.cublaslt import CublasLt
 from engine_core.ops.cuda.decoder import CudaDecoder
 from engine_core.ops.cuda.layer import Heads as HeadShape
 from engine_core.ops.cuda.layer import rope_table
+from engine_core.ops.cuda.matmul import Choices, choices_file
 from engine_core.ops.cuda.nvrtc import CodeCache, CudaKernels
 from engine_core.ops.cuda.prefill import PagedPrefill, PrefillLimits, choose_backend
 from engine_core.ops.cuda.sampling import Sampler, SamplingTables
@@ -43,6 +44,8 @@ _cuda: Any = torch.cuda  # torch's annotations of streams are incomplete
 
 Progress = Callable[[str, int, int], None]
 CAPABILITY = (9, 0)
+CODE_FOLDER = Path.home() / ".cache" / "greenlane" / "kernels"
+"""Machine code, and which products take which algorithm."""
 WORKSPACE_BYTES = 128 << 20
 RESERVE_BYTES = 1 << 30
 """Left free beside what was measured: library workspaces, row work, fragmentation."""
@@ -61,7 +64,7 @@ def open_device(config: WorkerConfig, watch: Watch, progress: Progress) -> Devic
     torch.zeros(1, device="cuda")  # makes the context current
     driver = Driver(CudaTable(ordinal), watch)
     created = ExitStack()
-    opened = _open(config, model, ordinal, properties.multi_processor_count, driver, created, progress)
+    opened = _open(config, model, ordinal, properties, driver, created, progress)
     max_model_len, kv = _kv_cache(opened, progress)
     compute, times = _compute(opened, kv, created, progress)
     _cuda.set_stream(opened.lanes[Lane.PRIMARY].stream)
@@ -105,7 +108,7 @@ def _open(
     config: WorkerConfig,
     model: ModelConfig,
     ordinal: int,
-    sms: int,
+    properties: Any,
     driver: Driver,
     created: ExitStack,
     progress: Progress,
@@ -117,6 +120,7 @@ def _open(
     page_table = torch.zeros(rows + 1, width, dtype=torch.int32, device=device)
     decoder, kernels = _decoder(config, model, shape, page_table, progress)
     tables = SamplingTables(rows, model.vocab_size, device)
+    library = CublasLt(properties.multi_processor_count)
     opened = Opened(
         config=config,
         model=model,
@@ -136,15 +140,24 @@ def _open(
             torch.zeros(rows, dtype=torch.int32, device=device),
         ),
         row_buckets=buckets(rows, DECODE_SIZES),
-        mixed_rows=buckets(rows, MIXED_ROWS) if config.decode_overlap in ("off", "auto") else [],
-        token_buckets=buckets(config.max_num_batched_tokens, CHUNK_SIZES),
-        sms=sms,
+        chunk_sizes=_chunk_sizes(config),
+        library=library,
+        choices=Choices(choices_file(CODE_FOLDER, properties.name, library.version)),
+        sms=library.sms,
     )
     progress("prepare prefill attention", 0, 1)
     for lane in streams:
         opened.lanes[lane] = _lane(opened, lane, width)
     progress("prepare prefill attention", 1, 1)
     return opened
+
+
+def _chunk_sizes(config: WorkerConfig) -> dict[int, list[int]]:
+    """Chunks that share a forward with decode rows are as large as the lane mode may ask for."""
+    most, rows, auto = config.max_num_batched_tokens, config.max_num_seqs, config.decode_overlap == "auto"
+    mixed = buckets(rows, MIXED_ROWS) if auto or config.decode_overlap == "off" else []
+    most_mixed = min(most, MOST_PRIMARY_TOKENS) if auto else most
+    return {0: buckets(most, CHUNK_SIZES)} | {count: mixed_chunk_sizes(count, most_mixed) for count in mixed}
 
 
 def _decoder(
@@ -161,7 +174,7 @@ def _decoder(
         progress=progress,
     )
     progress("load kernels", 0, 1)
-    cache = CodeCache(Path.home() / ".cache" / "greenlane" / "kernels")
+    cache = CodeCache(CODE_FOLDER)
     kernels = CudaKernels(cache, lambda: int(_cuda.current_stream().cuda_stream))
     rope = _rope(model, _max_model_len(config, model)).to(device)
     decoder = CudaDecoder(model, parameters, kernels, shape, rope, page_table)
@@ -199,7 +212,7 @@ def _lane(opened: Opened, lane: Lane, width: int) -> LaneWork:
             staging.on_device[name].fill_(-1)
         prefill = PagedPrefill(
             opened.shape,
-            PrefillLimits(chunks, opened.token_buckets[-1], chunks * width),
+            PrefillLimits(chunks, opened.most_chunk_tokens, chunks * width),
             opened.scale,
             torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device),
             choose_backend(CAPABILITY),
@@ -211,6 +224,7 @@ def _lane(opened: Opened, lane: Lane, width: int) -> LaneWork:
             current=nullcontext() if lane is Lane.PRIMARY else Excursion(stream, opened.lanes[Lane.PRIMARY].stream),
             staging=staging,
             prefill=prefill,
+            multiply=opened.multiply(opened.sms_of(lane)),
             residual=torch.zeros(opened.most_tokens, hidden, dtype=torch.bfloat16, device=device),
             picked=[torch.zeros(rows, hidden, dtype=torch.bfloat16, device=device) for _ in range(rings)],
             tokens=[torch.zeros(rows, dtype=torch.int32, pin_memory=True) for _ in range(rings)],
@@ -233,9 +247,9 @@ def _kv_cache(opened: Opened, progress: Progress) -> tuple[int, torch.Tensor]:
     before = _cuda.memory_allocated()
     attention = opened.attention(opened.sms)
     for lane, work in opened.lanes.items():
-        rows = max([0, *opened.mixed_rows]) if lane is Lane.PRIMARY else 0
+        rows = max(opened.chunk_sizes) if lane is Lane.PRIMARY else 0
         with _cuda.stream(work.stream):
-            ragged(opened, lane, rows, opened.token_buckets[-1], attention, small)()
+            ragged(opened, lane, rows, opened.most_chunk_tokens, attention, small)()
         work.stream.synchronize()
     with _cuda.stream(opened.lanes[Lane.PRIMARY].stream):
         head(opened, opened.row_buckets[-1])()
@@ -264,7 +278,8 @@ def _compute(
     opened: Opened, kv: torch.Tensor, created: ExitStack, progress: Progress
 ) -> tuple[CudaCompute, StepTimes | None]:
     """The work, captured; and what it takes, for a policy that asks."""
-    capture = _Capture(opened, kv, progress)
+    tune_products(opened, progress)
+    capture = Capture(opened, kv, progress)
     capture.ragged()
     decoding = capture.decode()
     capture.heads()
@@ -281,65 +296,8 @@ def _compute(
         heads=opened.heads,
         decode=decoding,
         row_buckets=opened.row_buckets,
-        mixed_rows=opened.mixed_rows,
-        token_buckets=opened.token_buckets,
+        chunk_sizes=opened.chunk_sizes,
         page_table=opened.page_table,
         close=created.pop_all().close,
     )
     return compute, times
-
-
-class _Capture:
-    """Captures every graph, largest first; one pool for the primary lane, one for the prefill lane (S3)."""
-
-    def __init__(self, opened: Opened, kv: torch.Tensor, progress: Progress) -> None:
-        self._opened = opened
-        self._kv = kv
-        self._progress = progress
-        self._pools = {lane: GraphPool() for lane in opened.lanes}
-        self._attention = opened.attention(opened.sms)
-        self._shapes = {lane: self._ragged_shapes(lane) for lane in opened.lanes}
-        lanes = 1 if opened.partition is None else 2
-        self._total = len(opened.row_buckets) * (lanes + 1) + sum(map(len, self._shapes.values()))
-        self._done = 0
-
-    def _ragged_shapes(self, lane: Lane) -> list[tuple[int, int]]:
-        """(decode rows, tokens of chunks), largest first."""
-        opened, rows, sizes = self._opened, [0], self._opened.token_buckets
-        if lane is Lane.PRIMARY:
-            rows += opened.mixed_rows
-            if opened.config.decode_overlap == "auto":
-                sizes = buckets(min(sizes[-1], MOST_PRIMARY_TOKENS), CHUNK_SIZES)
-        return sorted(((count, tokens) for count in rows for tokens in sizes), key=sum, reverse=True)
-
-    def _capture(self, lane: Lane, stream: Any, work: Callable[[], None]) -> Replay:
-        replay = self._pools[lane].capture(stream, work)
-        self._done += 1
-        self._progress("capture graphs", self._done, self._total)
-        return replay
-
-    def ragged(self) -> None:
-        for lane, work in self._opened.lanes.items():
-            for rows, tokens in self._shapes[lane]:
-                with _cuda.stream(work.stream):
-                    work.prefill.plan([0], [tokens], [np.zeros(-(-tokens // PAGE), np.int32)])
-                forward = ragged(self._opened, lane, rows, tokens, self._attention, self._kv)
-                work.ragged[rows, tokens] = self._capture(lane, work.stream, forward)
-
-    def decode(self) -> dict[bool, dict[int, Replay]]:
-        """By whether a prefill is in flight beside it; the same graphs where there is no partition to keep to."""
-        opened, primary = self._opened, self._opened.lanes[Lane.PRIMARY].stream
-        lone = self._decode(primary, self._attention)
-        if opened.partition is None:
-            return {False: lone, True: lone}
-        green = _cuda.ExternalStream(int(opened.partition.decode.stream))
-        return {False: lone, True: self._decode(green, opened.attention(opened.partition.decode_sms))}
-
-    def _decode(self, stream: Any, attention: DecodeAttention) -> dict[int, Replay]:
-        steps = {rows: decode(self._opened, rows, attention, self._kv) for rows in reversed(self._opened.row_buckets)}
-        return {rows: self._capture(Lane.PRIMARY, stream, step) for rows, step in steps.items()}
-
-    def heads(self) -> None:
-        opened, stream = self._opened, self._opened.lanes[Lane.PRIMARY].stream
-        for rows in reversed(opened.row_buckets):
-            opened.heads.graphs[rows] = self._capture(Lane.PRIMARY, stream, head(opened, rows))

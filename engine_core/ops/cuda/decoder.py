@@ -1,7 +1,7 @@
 """The dense decoder on the GPU: which kernel computes what, for few rows, many rows and ragged chunks.
 
 Owns the order of launches over loaded parameters. Up to FEW_ROWS rows every layer is six fused launches;
-beyond, cuBLAS multiplies and the small kernels do the rest. Keeps no state between calls; allocates only temporaries,
+beyond, cuBLASLt multiplies and the small kernels do the rest. Keeps no state between calls; allocates only temporaries,
 so that a captured call lives in its graph's pool.
 """
 
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from engine_core.model_config import ModelConfig
 from engine_core.ops.cuda.kernel import Kernels
 from engine_core.ops.cuda.layer import AddRmsNorm, EmbedLast, Heads, RopeAndStore, SiluMul
 from engine_core.ops.cuda.linear import Epilogue, LinearWeights, SkinnyLinear
+from engine_core.ops.cuda.matmul import Multiply
 
 FEW_ROWS = 8
 """At 16 rows cuBLAS takes 70 us for a 4B layer's four products on an H200, the fused kernels 97; at 8 rows 69 and 73,
@@ -25,6 +25,16 @@ and the fused ones have done the norms, the gate and the adds besides."""
 
 Attend = Callable[[Tensor, Tensor, Tensor], None]
 """(qkv [rows, heads, D], the layer's KV pool, out [rows, query heads, D]): attention, KV already written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Matrices of one shape, one of each layer that has it."""
+
+    matrices: list[Tensor]
+    biases: list[Tensor] | None = None
+    wide: bool = False
+    """Products with them are float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +117,34 @@ class CudaDecoder:
             few=few,
         )
 
+    def weights(self) -> list[Weights]:
+        """Of the layers' products beyond FEW_ROWS rows; the head's are `head_weights`."""
+        layers = self._layers
+        biases = [layer.qkv_bias for layer in layers if layer.qkv_bias is not None]
+        return [
+            Weights([layer.qkv for layer in layers], biases or None),
+            Weights([layer.out for layer in layers]),
+            Weights([layer.gate_up for layer in layers]),
+            Weights([layer.down for layer in layers]),
+        ]
+
+    def head_weights(self) -> Weights:
+        return Weights([self._head], wide=True)
+
     def embed_last(self, last_token: Tensor, slots: Tensor, residual: Tensor) -> None:
         """residual [rows, H] = the embedding of each slot's newest token; zero for slot -1."""
         self._embed_last(self.embedding, last_token, slots, residual)
 
     def layers(
-        self, residual: Tensor, slots: Tensor, positions: Tensor, kv: Tensor, attend: Attend, *, fused: bool
+        self,
+        residual: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        kv: Tensor,
+        attend: Attend,
+        multiply: Multiply,
+        *,
+        fused: bool,
     ) -> None:
         """Run all layers over `residual` [T, H] in place; tokens of slot -1 write no KV.
 
@@ -127,7 +159,7 @@ class CudaDecoder:
         self._add_norm(None, residual, self._layers[0].input_norm, hidden)
         following = [layer.input_norm for layer in self._layers[1:]] + [self._final_norm]
         for index, (layer, norm) in enumerate(zip(self._layers, following, strict=True)):
-            self._many_rows(layer, norm, hidden, residual, slots, positions, kv[index], attend)
+            self._many_rows(layer, norm, hidden, residual, slots, positions, kv[index], attend, multiply)
 
     def _few_rows(
         self, layer: _Layer, residual: Tensor, slots: Tensor, positions: Tensor, kv: Tensor, attend: Attend
@@ -151,14 +183,15 @@ class CudaDecoder:
         positions: Tensor,
         kv: Tensor,
         attend: Attend,
+        multiply: Multiply,
     ) -> None:
         """`hidden` holds the layer's normed input, and afterwards the next one's."""
-        qkv = functional.linear(hidden, layer.qkv, layer.qkv_bias)
+        qkv = multiply(hidden, layer.qkv, layer.qkv_bias)
         attended = self._attention(layer, qkv, slots, positions, kv, attend)
-        self._add_norm(functional.linear(attended, layer.out), residual, layer.post_norm, hidden)
+        self._add_norm(multiply(attended, layer.out), residual, layer.post_norm, hidden)
         gated = residual.new_empty(residual.shape[0], self._config.intermediate_size)
-        self._silu_mul(functional.linear(hidden, layer.gate_up), gated)
-        self._add_norm(functional.linear(gated, layer.down), residual, norm, hidden)
+        self._silu_mul(multiply(hidden, layer.gate_up), gated)
+        self._add_norm(multiply(gated, layer.down), residual, norm, hidden)
 
     def _attention(
         self, layer: _Layer, qkv: Tensor, slots: Tensor, positions: Tensor, kv: Tensor, attend: Attend
@@ -170,7 +203,7 @@ class CudaDecoder:
         attend(by_head, kv, out)
         return out.view(rows, -1)
 
-    def logits(self, residual: Tensor) -> Tensor:
+    def logits(self, residual: Tensor, multiply: Multiply) -> Tensor:
         """Logits float32 [R, V] of rows [R, H] as `layers` leaves them; the rows may be changed."""
         if residual.shape[0] <= FEW_ROWS:
             logits = torch.empty(residual.shape[0], self._head.shape[0], dtype=torch.float32, device=residual.device)
@@ -178,4 +211,4 @@ class CudaDecoder:
             return logits
         hidden = torch.empty_like(residual)
         self._add_norm(None, residual, self._final_norm, hidden)
-        return functional.linear(hidden, self._head).float()
+        return multiply(hidden, self._head, wide=True)
