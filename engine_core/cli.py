@@ -76,6 +76,7 @@ FLAGS = (
         "itl_target_ms", float, "what a decode step may take beside prefill, for auto; default: 1.8 times its lone pace"
     ),
     Flag("ttft_target_ms", float, "how long prompts may wait before decode gives way, for auto; default: 400"),
+    Flag("staged_inputs", str, "on: the next step's inputs are filled while this one runs; off: only when it is over"),
     Flag("threads", int, "CPU threads of a worker; default: the cores it may use"),
     Flag("gpu_wait_timeout", float, "seconds that one step may take on a worker"),
     Flag("worker_timeout", float, "seconds of silence after which a worker counts as frozen"),

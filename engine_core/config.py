@@ -15,6 +15,7 @@ DEVICES = ("cpu", "cuda", "fake")
 DTYPES = ("auto", "float32", "bfloat16")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 OVERLAP_MODES = ("off", "stream", "green", "auto")
+STAGED_INPUTS = ("on", "off")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +47,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel_size: int = 1
     decode_overlap: str = "off"
     decode_sms: int | None = None
+    staged_inputs: str = "on"
     itl_target_ms: float | None = None
     """With auto: what a decode step may take while prompts are computed; default: 1.8 times its lone pace."""
     ttft_target_ms: float | None = None
@@ -143,6 +145,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"--drain-timeout is {self.drain_timeout}; it must be from 0 to 3600 seconds")
 
     def _check_lanes(self) -> None:
+        _one_of("--staged-inputs", self.staged_inputs, STAGED_INPUTS)
+        if self.staged_inputs != "on" and self.device_kind != "cuda":
+            raise ConfigError("--staged-inputs off goes with --device cuda; other devices stage nothing")
         _one_of("--decode-overlap", self.decode_overlap, OVERLAP_MODES)
         if self.decode_overlap != "off" and self.device_kind == "cpu":
             raise ConfigError(f"--decode-overlap {self.decode_overlap} needs --device cuda; on cpu use off")
@@ -195,6 +200,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     crash_dir: str | None
     step_log: str | None = None
     """Absolute path."""
+    staged_inputs: str = "on"
 
 
 def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -244,6 +244,7 @@ def worker_config(config: EngineConfig, folder: Path) -> WorkerConfig:
         async_depth=config.async_depth,
         decode_overlap=config.decode_overlap,
         decode_sms=config.decode_sms,
+        staged_inputs=config.staged_inputs,
         threads=config.threads,
         gpu_wait_timeout=config.gpu_wait_timeout,
         crash_dir=config.crash_dir,

@@ -93,6 +93,14 @@ FLAGS = (
         "MODE",
         "off",
     ),
+    Flag(
+        "staged-inputs",
+        To.ENGINE,
+        "Engine",
+        "On a GPU, fill the next step's inputs while this one runs: on or off",
+        "MODE",
+        "on",
+    ),
     Flag("decode-sms", To.ENGINE, "Engine", "SMs of decode while a prefill is in flight, for green and auto", "N"),
     Flag(
         "itl-target-ms",

@@ -165,8 +165,7 @@ class CudaCompute:
         fields["slots"][:rows], fields["slots"][rows:bucket] = batch.slots, -1
         fields["positions"][:rows], fields["positions"][rows:bucket] = batch.starts, 0
         self._stage_samples(fields, batch, bucket)
-        staging.send(tokens=False)
-        self._decode[batch.beside_prefill][bucket]()
+        staging.replay(self._decode[batch.beside_prefill][bucket], tokens=False)
 
     def _stage_samples(self, fields: dict[str, npt.NDArray[Any]], batch: Batch, bucket: int) -> None:
         """Slots that draw and the position of their newest token: the drawn one stands behind it."""
@@ -187,8 +186,7 @@ class CudaCompute:
             self._stage_tokens(fields, batch, rows, tokens, ends)
             starts, lengths = batch.starts[decode:].tolist(), batch.lengths[decode:].tolist()
             lane.prefill.plan(starts, lengths, list(batch.page_tables[batch.slots[decode:]]), ring)
-            lane.staging.send(tokens=True)
-            lane.ragged[rows, tokens]()
+            lane.staging.replay(lane.ragged[rows, tokens], tokens=True)
             self._pick(lane, batch, ring)
             lane.prompts[ring] = [
                 self._describe_prompt(lane, int(ends[rows.row - decode] - batch.lengths[rows.row]), rows)

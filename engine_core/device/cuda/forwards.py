@@ -90,6 +90,7 @@ def ragged(
         work.prefill.run(qkv[rows:, : opened.shape.query], pool, out[rows:])
 
     def run() -> None:
+        work.staging.copy_in_graph(tokens=True)
         ids = staged["ids"][:total]
         if lane is Lane.PRIMARY:
             opened.page_table.view(-1).index_copy_(0, staged["targets"], staged["pages"])
@@ -107,13 +108,15 @@ def decode(
     opened: Opened, bucket: int, attention: DecodeAttention, multiply: Multiply, kv: torch.Tensor
 ) -> Callable[[], None]:
     """One token for each of `bucket` rows; the rows' final states are left where the head reads them."""
-    staged, rows = opened.lanes[Lane.PRIMARY].staging.on_device, opened.heads.rows[:bucket]
+    staging, rows = opened.lanes[Lane.PRIMARY].staging, opened.heads.rows[:bucket]
+    staged = staging.on_device
     slots, positions = staged["slots"][:bucket], staged["positions"][:bucket]
 
     def attend(qkv: torch.Tensor, pool: torch.Tensor, out: torch.Tensor) -> None:
         attention(qkv, pool, slots, positions, opened.page_table, out, opened.scale)
 
     def run() -> None:
+        staging.copy_in_graph(tokens=False)
         opened.page_table.view(-1).index_copy_(0, staged["targets"][:bucket], staged["pages"][:bucket])
         opened.decoder.embed_last(opened.tables.last_token, slots, rows)
         attention.plan(slots, positions)

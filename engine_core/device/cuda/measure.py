@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine_core.device.cuda.compute import Heads, LaneWork, Replay
@@ -123,7 +124,7 @@ class _Meter:
 
     def context(self, total_pages: int) -> tuple[float, float]:
         """(ns for each token of KV that decode attention reads, the same beside a prefill over it)."""
-        opened, staged = self._opened, self._primary.staging.on_device
+        opened = self._opened
         rows = bucket_of(opened.row_buckets, min(CONTEXT_ROWS, opened.config.max_num_seqs))
         pages = min(CONTEXT // PAGE, total_pages // rows, opened.page_table.shape[1])
         table = torch.arange(rows * pages, dtype=torch.int32, device=opened.device).view(rows, pages)
@@ -131,18 +132,23 @@ class _Meter:
         for full in (False, True):
             if full:
                 opened.page_table[:rows, :pages] = table
-                staged["slots"][:rows] = torch.arange(rows, dtype=torch.int32, device=opened.device)
-                staged["positions"][:rows] = pages * PAGE - 1
+                self._stage_rows(np.arange(rows), pages * PAGE - 1)
             _cuda.synchronize()
             times[False, full] = self._us(self._step(self._decoding[False][rows], rows))
             with self._prefilling():
                 times[True, full] = self._us(self._step(self._decoding[True][rows], rows))
         opened.page_table.zero_()
-        staged["slots"].fill_(-1)
-        staged["positions"].zero_()
+        self._stage_rows(np.full(rows, -1), 0)
         _cuda.synchronize()
         lone, beside = (max(1, times[which, True] - times[which, False]) for which in (False, True))
         return 1e3 * lone / (rows * pages * PAGE), beside / lone
+
+    def _stage_rows(self, slots: npt.NDArray[np.integer[Any]], position: int) -> None:
+        """What decode graphs replay over from now on."""
+        with _cuda.stream(self._primary.stream):
+            fields = self._primary.staging.begin()
+            fields["slots"][: len(slots)], fields["positions"][: len(slots)] = slots, position
+            self._primary.staging.send(tokens=False)
 
     def history(self) -> float:
         """ns for each token of a chunk and each token of KV before it."""

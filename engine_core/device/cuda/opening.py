@@ -207,9 +207,14 @@ def _lane(opened: Opened, lane: Lane, width: int) -> LaneWork:
     rings = config.async_depth + 1
     chunks = min(rows, MAX_CHUNKS)
     with _cuda.stream(stream):
-        staging = Staging(opened.driver, opened.streams[lane], rows, opened.most_tokens, device)
-        for name in ("slots", "sample_slots", "token_slots"):
-            staging.on_device[name].fill_(-1)
+        staging = Staging(
+            opened.driver,
+            opened.streams[lane],
+            rows,
+            opened.most_tokens,
+            device,
+            in_graph=config.staged_inputs == "off",
+        )
         prefill = PagedPrefill(
             opened.shape,
             PrefillLimits(chunks, opened.most_chunk_tokens, chunks * width),
