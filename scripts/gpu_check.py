@@ -31,7 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this file is run as a script
 
-from scripts.gpu import itl, memcheck, overlap, rows, smoke, tests_on_gpu
+from scripts.gpu import itl, masks, memcheck, overlap, rows, smoke, tests_on_gpu
 from scripts.gpu.options import ROOT, Options, parse_mode
 from scripts.gpu_kernels import machine
 from scripts.serving import process_tree
@@ -63,6 +63,7 @@ SECTIONS = {
     "handoff": Section(partial(tests_on_gpu.run, file="test_hand_off.py"), 240, "tiny"),
     "failstop": Section(partial(tests_on_gpu.run, file="test_fail_stop.py"), 300, "0.6b"),
     "idle": Section(partial(tests_on_gpu.run, file="test_idle_wait.py"), 180, "0.6b"),
+    "masks": Section(masks.run, 120, "0.6b"),
     "memcheck": Section(memcheck.run, 420, "tiny"),
     "itl": Section(itl.run, 1200, "4b"),
     "rows": Section(rows.run, 900, "4b"),

@@ -23,6 +23,7 @@ from engine_core.ops.cuda.layer import AddRmsNorm, EmbedLast, Heads, RopeAndStor
 from engine_core.ops.cuda.linear import Epilogue, LinearWeights, SkinnyLinear, Tile
 from engine_core.ops.cuda.prefill import Backend, PagedPrefill, PrefillLimits
 from engine_core.ops.cuda.sampling import Sampler, SamplingTables, encode_row
+from engine_core.ops.masks import allowed_ids, mask_size
 from engine_core.step import RowSampling
 from scripts.gpu_kernel_cases import (
     BF16,
@@ -252,7 +253,10 @@ MIXES = (
 
 
 def check_sampling(cache: Path) -> Measured:
-    """Every row draws what the float64 reference draws, save where the two best scores are within 1e-4."""
+    """Every row draws what the float64 reference draws, save where the two best scores are within 1e-4.
+
+    Every third row has a mask: of few candidates, of one in 50, of half of them.
+    """
     kernels, vocabulary, rows = make_kernels(cache), QWEN3_4B.vocabulary, 16
     tables = SamplingTables(64, vocabulary, DEVICE)
     sampler, close = Sampler(tables, rows, kernels), 0
@@ -272,6 +276,7 @@ def check_sampling(cache: Path) -> Measured:
             tables.put(slot, encode_row(sampling, 1))
         logits.copy_(torch.randn_like(logits) * spread)
         raw = logits.clone().cpu()
+        mask_rows(sampler, raw)
         tokens.fill_(-7)
         graph.replay()
         drawn = tokens.tolist()
@@ -281,9 +286,25 @@ def check_sampling(cache: Path) -> Measured:
                 continue
             close += draws_differ(raw[row], sampling, places[row] + 1, drawn[row], f"spread {spread}, {sampling}")
             assert int(tables.last_token[chosen[row]]) == drawn[row]
+    sampler.masks.fill_(-1)
     check_penalties(sampler)
     check_bad_logits(sampler)
     return {"draws at ties": float(close)}
+
+
+def mask_rows(sampler: Sampler, raw: torch.Tensor) -> None:
+    """Masks for every third row, also in its raw logits."""
+    rows, vocabulary = raw.shape
+    size = mask_size(vocabulary)
+    mask_of, words = np.full(rows, -1, np.int32), np.zeros((rows, size), np.uint32)
+    for number, row in enumerate(range(0, rows, 3)):
+        share = (1e-4, 0.02, 0.5)[number % 3]
+        allowed = np.random.default_rng(chance.randrange(2**32)).random(32 * size) < share
+        allowed[vocabulary - 1] = True
+        mask_of[row], words[number] = number, np.packbits(allowed, bitorder="little").view("<u4")
+        raw[row, torch.from_numpy(~allowed_ids(words[number], vocabulary))] = -torch.inf
+    packed = np.concatenate((mask_of, words.view(np.int32).ravel()))
+    sampler.masks.copy_(torch.from_numpy(packed))
 
 
 def draws_differ(raw: torch.Tensor, sampling: RowSampling, position: int, drawn: int, what: str) -> bool:

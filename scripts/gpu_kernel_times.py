@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import flashinfer
+import numpy as np
 import torch
 from torch.nn import functional
 
@@ -22,6 +23,7 @@ from engine_core.ops.cuda.linear import Epilogue, LinearWeights, SkinnyLinear, T
 from engine_core.ops.cuda.nvrtc import CudaKernels
 from engine_core.ops.cuda.prefill import Backend, PagedPrefill, PrefillLimits
 from engine_core.ops.cuda.sampling import Sampler, SamplingTables, encode_row
+from engine_core.ops.masks import mask_size
 from engine_core.step import RowSampling
 from scripts.gpu_kernel_cases import (
     BF16,
@@ -214,6 +216,10 @@ MIXES = {
 }
 
 
+MASKED = 1e-3
+"""Share of the candidates that a mask leaves."""
+
+
 def time_sampling(cache: Path) -> Iterable[Row]:
     kernels, vocabulary = make_kernels(cache), QWEN3_4B.vocabulary
     for rows in (1, 16, 64):
@@ -226,11 +232,17 @@ def time_sampling(cache: Path) -> Iterable[Row]:
 
         refill = partial(scratch.copy_, logits)
         draw = partial(sampler, scratch, slots, positions, tokens)
+        bits = np.random.default_rng(rows).random((rows, 32 * mask_size(vocabulary))) < MASKED
+        words = np.packbits(bits, bitorder="little").view("<i4")
+        masks = torch.from_numpy(np.concatenate((np.arange(rows, dtype="<i4"), words)))
         copying, graph = median_us(capture(refill), 1), capture(in_turn(refill, draw))
         for name, sampling in MIXES.items():
             for slot in range(rows):
                 tables.put(slot, encode_row(sampling, 10))
             yield {"kernel": f"sampling x{rows}, {name}", "us": median_us(graph, 1) - copying}
+            sampler.masks.copy_(masks)
+            yield {"kernel": f"sampling x{rows}, {name}, masked", "us": median_us(graph, 1) - copying}
+            sampler.masks.fill_(-1)
 
 
 def time_prefill(cache: Path) -> Iterable[Row]:

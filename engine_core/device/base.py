@@ -17,6 +17,7 @@ from engine_core.device.driver import Driver
 from engine_core.device.lanes import LaneStream
 from engine_core.errors import ConfigError
 from engine_core.model_config import ModelConfig
+from engine_core.ops.masks import MaskWords
 from engine_core.step import Lane, LogprobBlock, PromptLogprobBlock, RowStart, StepTimes
 
 Int32 = npt.NDArray[np.int32]
@@ -28,8 +29,8 @@ class RowMask:
 
     row: int
     """Index among the rows that sample."""
-    allowed: npt.NDArray[np.bool_]
-    """[vocabulary]; at least one is set."""
+    words: MaskWords
+    """At least one id of the vocabulary is allowed."""
 
 
 @dataclass(slots=True)

@@ -22,6 +22,7 @@ from engine_core.device.fake_driver import HOST, Clocks, FakeTable, RaceDetected
 from engine_core.device.green import SM_ALIGNMENT, GreenPartition
 from engine_core.device.streams import open_streams
 from engine_core.model_config import load_model_config
+from engine_core.ops.masks import allowed_ids
 from engine_core.step import Lane, LogprobBlock, PromptLogprobBlock, RowStart, StepTimes
 
 
@@ -144,7 +145,7 @@ class FakeCompute:
         values = _mix(self._hidden[batch.lane, ring])
         drawn = (values % np.uint64(self._vocab)).astype(np.int32)
         for mask in batch.masks:
-            allowed = np.flatnonzero(mask.allowed)
+            allowed = np.flatnonzero(allowed_ids(mask.words, self._vocab))
             drawn[mask.row] = allowed[int(values[mask.row]) % len(allowed)]
         self._last_token[batch.slots[batch.sample_rows]] = drawn
         self._drawn[batch.lane, ring] = drawn

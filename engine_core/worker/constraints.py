@@ -20,13 +20,12 @@ from llguidance import LLMatcher
 
 from engine_core.device.base import Int32, RowMask
 from engine_core.errors import ProtocolViolation, describe_chain
+from engine_core.ops.masks import MaskWords
 from engine_core.step import GrammarPrepared
 from engine_core.worker.grammar import (
     GrammarError,
-    Mask,
     Vocabulary,
     advance,
-    allowed_ids,
     mask_of,
     start_deep_thread,
 )
@@ -115,17 +114,16 @@ class _Row:
     def __init__(self, key: int) -> None:
         self.key = key
         self.matcher: LLMatcher | None = None
-        self.mask: Future[Mask] = Future()
+        self.mask: Future[MaskWords] = Future()
 
 
 class RowConstraints:
-    """The `Constraints` of a device that can mask."""
+    """The `Constraints` of a model whose vocabulary is known."""
 
-    def __init__(self, grammars: Grammars, vocab_size: int) -> None:
+    def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
-        self._vocab_size = vocab_size
         self._rows: dict[int, _Row] = {}
-        self._tasks: queue.SimpleQueue[tuple[Future[Mask], Callable[[], LLMatcher]]] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[Future[MaskWords], Callable[[], LLMatcher]]] = queue.SimpleQueue()
         start_deep_thread("masks", self._match)
 
     def prepare(self, key: int, kind: str, text: str) -> None:
@@ -165,7 +163,7 @@ class RowConstraints:
                 continue
             try:
                 mask = row.mask.result(max(0.0, deadline - time.monotonic()))
-                masks.append(RowMask(index, allowed_ids(mask, self._vocab_size)))
+                masks.append(RowMask(index, mask))
             except GrammarError as error:
                 refused.append((slot, str(error)))
             except TimeoutError:
@@ -217,4 +215,4 @@ def open_grammars(
         vocabulary = Vocabulary(str(file), vocab_size, eos)
     except ValueError as error:
         return f"llguidance can't read the model's tokenizer: {error}"
-    return RowConstraints(Grammars(vocabulary, GrammarCheck(str(file), vocab_size, eos), wake), vocab_size)
+    return RowConstraints(Grammars(vocabulary, GrammarCheck(str(file), vocab_size, eos), wake))

@@ -15,11 +15,9 @@ import threading
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag, grammar_from
 
-Mask = npt.NDArray[np.uint8]
-"""One bit for each id of the vocabulary, the lowest first; set: the token may come next."""
+from engine_core.ops.masks import MaskWords
 
 LIMITS = LLParserLimits(
     max_items_in_row=2_000,
@@ -90,9 +88,9 @@ class Vocabulary:
         return len(ids) == 1 and self._tokenizer.is_special_token(ids[0])
 
 
-def mask_of(matcher: LLMatcher) -> Mask:
+def mask_of(matcher: LLMatcher) -> MaskWords:
     """What may come next; the eos ids alone, once nothing else can. Raises GrammarError."""
-    mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    mask = np.frombuffer(matcher.compute_bitmask(), "<u4")
     if matcher.is_error():
         raise GrammarError(_cut(matcher.get_error()))
     if not mask.any():
@@ -104,11 +102,6 @@ def advance(matcher: LLMatcher, tokens: list[int]) -> None:
     """The row has drawn these tokens. Raises GrammarError."""
     if not matcher.consume_tokens(tokens):
         raise GrammarError(_cut(matcher.get_error()))
-
-
-def allowed_ids(mask: Mask, vocab_size: int) -> npt.NDArray[np.bool_]:
-    """[vocab_size] whether each token may come next."""
-    return np.unpackbits(mask, count=vocab_size, bitorder="little").view(np.bool_)
 
 
 def _cut(message: str) -> str:

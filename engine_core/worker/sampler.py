@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from engine_core.ops.filters import Filters, cutoff
+from engine_core.ops.masks import allowed_ids
 from engine_core.ops.philox import PRUNE, Words, noise_for, noise_for_all
 from engine_core.step import LogprobBlock, PromptLogprobBlock, RowSampling
 from engine_core.worker.logprobs import Described, describe, describe_prompt
@@ -130,7 +131,8 @@ class Sampler:
         if len(changed):
             final = self._change(logits, changed, slots, positions)
             for mask in masks:
-                final[mask.row, torch.from_numpy(~mask.allowed).to(self._device)] = -torch.inf
+                allowed = torch.from_numpy(allowed_ids(mask.words, self._vocab_size)).to(self._device)
+                final[mask.row, ~allowed] = -torch.inf
             tokens = final.argmax(dim=1)
         if len(random):
             rows = self._index(random)

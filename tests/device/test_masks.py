@@ -8,6 +8,7 @@ import pytest
 
 from engine_core.device.base import Int32, RowMask
 from engine_core.errors import ProtocolViolation
+from engine_core.ops.masks import mask_words
 from engine_core.step import PrefillChunk, RowSampling, RowStart
 from engine_core.worker.unconstrained import Unconstrained
 from tests.device.rig import VOCAB, RunnerRig, packed, plan, row
@@ -27,7 +28,7 @@ class Every(Unconstrained):
         masks = []
         for index, slot in enumerate(slots.tolist()):
             if slot in self.next:
-                masks.append(RowMask(index, np.arange(VOCAB) == self.next[slot]))
+                masks.append(RowMask(index, mask_words(np.array([self.next[slot]]), VOCAB)))
         return masks, [(slot, "stuck") for slot in slots.tolist() if slot == 2]
 
     def drawn(self, slots: Int32, tokens: npt.NDArray[np.int32]) -> None:

@@ -9,6 +9,7 @@ from msgspec import structs
 
 from engine_core.ops import reference
 from engine_core.ops.cuda.sampling import Sampler, SamplingTables, encode_row
+from engine_core.ops.masks import mask_size, mask_words
 from engine_core.step import RowSampling
 from tests.emulated import EmulatedKernels
 from tests.emulated.comparing import CPU, integers
@@ -108,6 +109,37 @@ def test_counts_bias_and_suppression(sampler: Sampler) -> None:
         output.append(draw(sampler, raw, 2, len(prompt) + len(output) - 1))
         assert output[-1] == int(changed.argmax())
     assert output[-2:] == [11, 11], "suppressed for longer than min_tokens"
+
+
+def test_a_masked_row_draws_from_what_its_mask_leaves(sampler: Sampler) -> None:
+    """Red if a bit is read for another candidate or another row, penalties or biases undo a mask, or it stays on."""
+    generator = np.random.default_rng(8)
+    masks = np.full(sampler.masks.numel(), -1, np.int32)
+    sampler.masks.copy_(torch.from_numpy(masks))
+    few = [3, 31, 32, 1999, VOCABULARY - 1]
+    for number, ids in enumerate((few, list(range(7, VOCABULARY, 3)))):
+        size = mask_size(VOCABULARY)
+        at = 4 + number * size
+        masks[at : at + size] = mask_words(np.array(ids), VOCABULARY).view(np.int32)
+        for mix, parameters in enumerate(MIXES):
+            sampling = structs.replace(parameters, seed=int(generator.integers(2**63)), logit_bias={0: 50.0})
+            raw = np.round(generator.standard_normal(VOCABULARY) * 4) / 4
+            raw[1] = 60.0
+            slot, position = mix % SLOTS, int(generator.integers(1, 9000))
+            sampler.tables.put(slot, encode_row(sampling, 1))
+            masks[:4] = [-1, number, -1, -1]
+            sampler.masks.copy_(torch.from_numpy(masks))
+            drawn = draw(sampler, raw, slot, position)
+            left = np.full(VOCABULARY, -np.inf)
+            left[ids] = raw[ids]
+            scores = best_by_definition(left, sampling, position + 1)
+            assert scores[drawn] > scores.max() - 1e-5
+            masks[:4] = [number, -1, number, -1]
+            sampler.masks.copy_(torch.from_numpy(masks))
+            free = raw + np.where(np.arange(VOCABULARY) == 0, 50.0, 0.0)
+            scores = best_by_definition(free, sampling, position + 1)
+            assert scores[draw(sampler, raw, slot, position)] > scores.max() - 1e-5, "another row's mask was felt"
+    sampler.masks.fill_(-1)
 
 
 def test_a_draw_depends_on_no_other_row(sampler: Sampler) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from engine_core.device.base import RowMask
 from engine_core.ops import reference
+from engine_core.ops.masks import mask_words
 from engine_core.step import RowSampling
 from engine_core.worker import sampler as sampler_module
 from engine_core.worker.sampler import NonFiniteLogits, Sampler
@@ -331,12 +332,12 @@ def test_a_masked_row_draws_from_what_its_mask_leaves(parameters: dict[str, Any]
     rows = [RowSampling(**{"seed": 3, **parameters}, logprobs=2), RowSampling(**{"seed": 4, **parameters}, logprobs=2)]
     free, bound = new_sampler(*rows), new_sampler(*rows)
     logits = SMALL.repeat(2, 1)
-    allowed = np.isin(np.arange(VOCAB), [5, 8, 10])
+    words = mask_words(np.array([5, 8, 10]), VOCAB)
     slots = ids_of(0, 1)
     seen = set()
     for position in range(6, 60):
         without = free.sample(logits, slots, ids_of(position, position))
-        masked = bound.sample(logits, slots, ids_of(position, position), [RowMask(1, allowed)])
+        masked = bound.sample(logits, slots, ids_of(position, position), [RowMask(1, words)])
         assert masked.tokens[0] == without.tokens[0]
         seen.add(int(masked.tokens[1]))
         assert masked.logprobs is not None

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from scripts import gpu_check
-from scripts.gpu import itl, overlap
+from scripts.bench import make_shape
+from scripts.gpu import itl, masks, overlap
 from scripts.gpu.options import Mode, Options, parse_mode, server_flags
 
 OPTIONS = Options(
@@ -128,3 +129,34 @@ def test_mixed_load_is_appended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     options.fresh = True
     assert not gpu_check.record_load("itl", options, about, [], "took too long")
     assert len((tmp_path / ITL_FILE).read_text().splitlines()) == 1
+
+
+def test_masks_are_judged() -> None:
+    """Red when an answer that doesn't fit, a missing kind or a lost pace passes, or a CPU's pace is judged."""
+    itl = {"free_before": {"p50": 2.0}, "constrained": {"p50": 2.1}, "free_after": {"p50": 2.0}}
+    well = {"itl_ms_beside": itl, "answers": dict.fromkeys(("json_schema", "regex", "choice"), 3), "misfits": []}
+    well["log_complaints"] = []
+    slow = well | {"itl_ms_beside": itl | {"constrained": {"p50": 2.3}}}
+    assert masks.broken(well, timed=True) == masks.broken(slow, timed=False) == []
+    for worse in (
+        slow,
+        well | {"misfits": ["x"]},
+        well | {"answers": {"regex": 3}},
+        well | {"log_complaints": ["Xid"]},
+    ):
+        assert len(masks.broken(worse, timed=True)) == 1
+    fits = {name: fit for name, _, fit in masks.KINDS}
+    assert fits["json_schema"]('{"name": "a", "age": 7, "moods": ["gay"], "married": false}')
+    assert not fits["json_schema"]('{"name": "a", "age": 151, "moods": ["gay"], "married": false}')
+    assert not fits["json_schema"]('{"name": "a", "age": 15')
+    assert fits["regex"]("ABC-1234 ab cd")
+    assert not fits["regex"]("ABC-1234 ab cd!")
+
+
+def test_the_masks_vocabulary_is_the_shapes() -> None:
+    """Red when ids beyond the tokenizer could be drawn, eos isn't where the shape has it, or text doesn't survive."""
+    tokenizer = masks.byte_tokenizer(make_shape.VOCABULARY)
+    assert tokenizer.get_vocab_size() == make_shape.VOCABULARY
+    assert tokenizer.token_to_id(masks.EOS) == make_shape.EOS
+    text = 'A {"b": [1, "öß"]}'
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text

@@ -14,10 +14,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from engine_core.errors import ProtocolViolation
+from engine_core.ops.masks import allowed_ids
 from engine_core.step import GrammarPrepared
 from engine_core.worker import constraints as module
 from engine_core.worker.constraints import RowConstraints, open_grammars
-from engine_core.worker.grammar import GrammarError, Vocabulary, advance, allowed_ids, mask_of
+from engine_core.worker.grammar import GrammarError, Vocabulary, advance, mask_of
 from engine_core.worker.grammar_check import CHECK_S, GrammarCheck
 
 TINY = Path(__file__).parents[1] / "fixtures" / "tiny-qwen3-austen"
@@ -160,7 +161,10 @@ class Rows:
     def allowed(self, *slots: int) -> list[list[str]]:
         masks, refused = self.rows.masks(np.array(slots, np.int32))
         assert refused == []
-        return [[str(TOKENIZER.id_to_token(int(id))) for id in np.flatnonzero(mask.allowed)] for mask in masks]
+        return [
+            [str(TOKENIZER.id_to_token(int(id))) for id in np.flatnonzero(allowed_ids(mask.words, VOCAB))]
+            for mask in masks
+        ]
 
 
 @pytest.fixture(scope="module")

@@ -212,14 +212,14 @@ def test_a_grammar_is_passed_on_as_text() -> None:
 
 def test_a_worker_without_masks_has_grammars_refused_by_name() -> None:
     """Red when a device that can't mask is asked to follow a grammar, or the client isn't told why not."""
-    limits = dataclasses.replace(LIMITS, no_grammars="device cuda draws without masks")
+    limits = dataclasses.replace(LIMITS, no_grammars="the model's folder has no tokenizer.json")
     session = Session(7, limits, pb.GetInfoResponse(), now=0.0, draw_seed=lambda: 42)
     session.receive(HELLO, 0.0)
     assert session.take(0.0) is not None
     session.written(0.0)
     (finish,) = refusals(session, add(grammar=pb.Grammar(regex="a")))
     assert (finish.error.reject_reason, finish.error.parameter) == (pb.REJECT_REASON_UNSUPPORTED, "grammar")
-    assert "device cuda" in finish.error.message
+    assert "no tokenizer.json" in finish.error.message
 
 
 def test_every_sequence_of_a_refused_request_gets_its_last_word() -> None:

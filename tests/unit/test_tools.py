@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from engine_core.worker.grammar import Vocabulary, advance, allowed_ids, mask_of
+from engine_core.ops.masks import allowed_ids
+from engine_core.worker.grammar import Vocabulary, advance, mask_of
 from frontend.openai_types import parse_chat
 from frontend.request import Grammar
 from frontend.tools import CallSplitter, Said, called, finish_reason, template_calls

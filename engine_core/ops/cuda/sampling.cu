@@ -1,4 +1,4 @@
-// Drawing tokens on the device: bias and suppression, penalties, temperature, top-k, top-p, min-p, and the draw.
+// Drawing tokens on the device: bias and suppression, penalties, mask, temperature, top-k, top-p, min-p, and the draw.
 //
 // Four launches a step: edit_logits, score_logits and list_likely (a block a piece of a row), pick_token (a block a row).
 // The draw is Gumbel-max: the largest of x + noise, where the noise of a candidate is Philox4x32-10 of (seed; position, candidate)
@@ -93,13 +93,15 @@ __device__ inline float penalize(float x, u32 seen, const Row& row) {
   return count == 0 ? x : x - row.frequency * static_cast<float>(count) - row.presence;
 }
 
-// Penalties and temperature; the best candidate of each piece of a row, with noise where every candidate is in the draw.
+// Penalties, mask and temperature; the best candidate of each piece of a row, with noise where every candidate is in the draw.
 // A filtered row's values are written back for pick_token. grid: (ceil(vocabulary / piece), rows).
+//   mask_of: int32 [rows], the row's mask, or -1; masks: u32 [masks, ceil(vocabulary / 32)], one bit a candidate, lowest
+//   first: a candidate whose bit is 0 can't be drawn
 //   seen: u32 [slots, vocabulary]: how often the output holds the candidate, and whether the prompt does
 //   best_scores: f32, best_candidates: int32 [rows, pieces]; the candidate is -1 if a value is NaN or infinite
 extern "C" __global__ void __launch_bounds__(SCORE_THREADS)
     score_logits(float* logits, const int* slots, const int* positions, const Row* rows, const u32* seen,
-                 float* best_scores, int* best_candidates, int vocabulary) {
+                 const int* mask_of, const u32* masks, float* best_scores, int* best_candidates, int vocabulary) {
   wait_for_previous();
   allow_next();
   const int slot = slots[blockIdx.y];
@@ -107,6 +109,8 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS)
   const Row row = rows[slot];
   const bool filtered = is_filtered(row);
   const u32 position = positions[blockIdx.y] + 1;
+  const int mask = mask_of[blockIdx.y];
+  const u32* const words = mask < 0 ? nullptr : masks + static_cast<u64>(mask) * ((vocabulary + 31) / 32);
   Quad* const x = reinterpret_cast<Quad*>(logits + static_cast<u64>(blockIdx.y) * vocabulary);
   Best best;
   bool bad = false;
@@ -115,6 +119,7 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS)
     const int quad = (blockIdx.x * (SCORE_EACH / 4) + turn) * SCORE_THREADS + threadIdx.x;
     if (4 * quad >= vocabulary) continue;
     Quad values = x[quad];
+    const u32 allowed = words == nullptr ? 15u : words[quad / 8] >> (4 * (quad % 8));
     Random4 random{};
     if (row.temperature > 0.0f && !filtered) random = philox(row.seed, position, quad);
 #pragma unroll
@@ -122,6 +127,7 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS)
       float& value = values.v[i];
       bad |= !(value < -MINUS_INFINITY);
       if (row.penalized) value = penalize(value, seen[static_cast<u64>(slot) * vocabulary + 4 * quad + i], row);
+      if (!(allowed >> i & 1)) value = MINUS_INFINITY;
       if (row.temperature > 0.0f) value /= row.temperature;
       best.meet(row.temperature > 0.0f && !filtered ? value + gumbel(random.v[i]) : value, 4 * quad + i);
     }
@@ -200,9 +206,12 @@ struct Listed {
 
 __device__ inline bool find_among_likely(Listed& listed, const Row& row, const Likely& likely, float maximum, u32& key) {
   const int count = likely.count, i = threadIdx.x;
-  if (count > MOST_LIKELY || row.top_k > count || maximum + logf(row.min_p) <= maximum - NEAR) {
-    if (count > MOST_LIKELY || row.top_k > count || (row.top_k == 0 && row.top_p == 1.0f)) return false;
-  }
+  if (count > MOST_LIKELY) return false;
+  // Candidates without mass can't be drawn, so where all others are such (most of a masked row's), the list is the row.
+  const bool whole = likely.other_mass == 0;
+  const int top_k = whole ? min(row.top_k, count) : row.top_k;
+  const bool needs_more = top_k == 0 && row.top_p == 1.0f && maximum + logf(row.min_p) <= maximum - NEAR;
+  if (!whole && (top_k > count || needs_more)) return false;
   listed.keys[i] = i < count ? key_of(likely.values[i]) : 0;
   listed.masses[i] = i < count ? mass_of(maximum - likely.values[i]) : 0;
   if (i == 0) {
@@ -216,10 +225,10 @@ __device__ inline bool find_among_likely(Listed& listed, const Row& row, const L
     if (listed.keys[j] >= listed.keys[i]) upper.add(Upper{1, listed.masses[j]});
     all += listed.masses[j];
   }
-  if (i < count && row.top_k > 0 && upper.count >= row.top_k) atomicMax(&listed.by_rank, listed.keys[i]);
+  if (i < count && top_k > 0 && upper.count >= top_k) atomicMax(&listed.by_rank, listed.keys[i]);
   __syncthreads();
-  if (i == 0 && row.top_k == 0) listed.mass += all;
-  if (i < count && row.top_k > 0 && listed.keys[i] == listed.by_rank) listed.mass = upper.mass;
+  if (i == 0 && top_k == 0) listed.mass += all;
+  if (i < count && top_k > 0 && listed.keys[i] == listed.by_rank) listed.mass = upper.mass;
   __syncthreads();
   if (row.top_p < 1.0f) {
     const u64 wanted = share_of(row.top_p, listed.mass);

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from engine_core.ops.cuda.kernel import Argument, Kernel, Kernels, address, require
+from engine_core.ops.masks import mask_size
 from engine_core.request import MAX_LOGIT_BIAS, MAX_STOP_IDS
 from engine_core.step import RowSampling
 
@@ -103,7 +104,11 @@ class SamplingTables:
 
 
 class Sampler:
-    """Draws for batches of up to `max_rows` rows. One draw at a time: scratch buffers are shared."""
+    """Draws for batches of up to `max_rows` rows. One draw at a time: scratch buffers are shared.
+
+    `masks` (int32) says what rows may draw: for each row of the batch the number of its mask, or -1, then the masks
+    (bits as in `ops/masks.py`). What is in it stays until it is written again.
+    """
 
     def __init__(self, tables: SamplingTables, max_rows: int, kernels: Kernels) -> None:
         self.tables = tables
@@ -112,6 +117,8 @@ class Sampler:
         device = tables.rows.device
         self._best_scores = torch.empty(max_rows, self._pieces, dtype=torch.float32, device=device)
         self._best_candidates = torch.empty(max_rows, self._pieces, dtype=torch.int32, device=device)
+        masks = max_rows * (1 + mask_size(tables.vocabulary))
+        self.masks = torch.full((masks,), -1, dtype=torch.int32, device=device)
         self._likely = torch.zeros(max_rows, LIKELY_BYTES, dtype=torch.uint8, device=device)
         self._edit = kernels.load(Kernel(_SOURCE, "edit_logits"))
         self._score = kernels.load(Kernel(_SOURCE, "score_logits"))
@@ -141,7 +148,8 @@ class Sampler:
         written: list[Argument] = [address(tokens), address(tables.last_token)]
         self._edit((rows, 1, 1), EDIT_THREADS, [*row, *edits, vocabulary])
         grid, seen, likely = (self._pieces, rows, 1), address(tables.seen), address(self._likely)
-        self._score(grid, SCORE_THREADS, [*row, seen, *best, vocabulary])
+        masks: list[Argument] = [address(self.masks), address(self.masks[self._max_rows :])]
+        self._score(grid, SCORE_THREADS, [*row, seen, *masks, *best, vocabulary])
         parameters = [address(logits), address(slots), address(tables.rows)]
         self._list(grid, SCORE_THREADS, [*parameters, address(self._best_scores), likely, vocabulary])
         self._pick((rows, 1, 1), PICK_THREADS, [*row, seen, *best, likely, *written, pieces, vocabulary])
