@@ -145,8 +145,6 @@ class Device:
     name: str
     """For people."""
     lanes: LaneSizes
-    no_masks: str | None = None
-    """Why its rows can't be masked, if they can't."""
     timed: bool = False
     """Its events can tell time."""
     times: StepTimes | None = None

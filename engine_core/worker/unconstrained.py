@@ -1,6 +1,6 @@
 """What the runner and the worker see of rows that follow grammars, and a worker's rows where none does.
 
-Owns no grammar: `constraints.py` does, which is imported only where a device can mask, since it loads the tokenizer.
+Owns no grammar: `constraints.py` does, for models with a tokenizer.
 """
 
 from __future__ import annotations

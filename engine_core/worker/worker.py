@@ -47,6 +47,7 @@ from engine_core.executor.frames import PeerLost, ZmqFrames, connect_worker
 from engine_core.executor.processes import die_with_parent
 from engine_core.log import LEVELS, configure, event
 from engine_core.model_config import load_model_config
+from engine_core.worker.constraints import open_grammars
 from engine_core.worker.inputs import RowTables
 from engine_core.worker.runner import Runner
 from engine_core.worker.step_log import NO_STEP_LOG, StepLog, open_step_log
@@ -298,11 +299,7 @@ def _step_log(config: WorkerConfig, device: Device, rank: int) -> StepLog:
 
 
 def _constraints(config: WorkerConfig, device: Device, wake_fd: int) -> Constraints | str:
-    """What rows of this model follow, or why they can't follow any grammar; imported only where the device can mask."""
-    if device.no_masks is not None:
-        return device.no_masks
-    from engine_core.worker.constraints import open_grammars
-
+    """What rows of this model follow, or why they can't follow any grammar."""
     folder = Path(config.model)
     eos = load_model_config(folder).eos_token_ids
     return open_grammars(folder, device.vocab_size, eos, lambda: os.eventfd_write(wake_fd, 1))

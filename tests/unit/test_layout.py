@@ -64,7 +64,6 @@ GRPC_HOMES = ("access", "frontend", *(f"engine_core.{name}" for name in ("server
 ZMQ_HOMES = ("engine_core.executor",)
 GRAMMAR_HOMES = ("engine_core.worker.grammar", "engine_core.worker.constraints")
 LIBRARY_HOMES = {"torch": TORCH_HOMES, "grpc": GRPC_HOMES, "zmq": ZMQ_HOMES, "llguidance": GRAMMAR_HOMES}
-MASKING = (*GRAMMAR_HOMES, "engine_core.worker.grammar_child", "engine_core.worker.grammar_check")
 CUDA_HOMES = (
     "engine_core.device.cuda",
     "engine_core.device.green",
@@ -152,9 +151,6 @@ def misplaced_libraries(module: Module) -> Iterator[str]:
             yield f"{module.name} imports {library}"
     if within(module.name, PURE):
         yield from (f"{module.name} imports {name}" for name in module.imports() if within(name, IMPURE_LIBRARIES))
-    if within(module.name, ("engine_core.worker", "engine_core.device")) and not within(module.name, MASKING):
-        # a device without masks starts without llguidance
-        yield from (f"{module.name}: {n}" for n in module.imports(top_level=True) if within(n, GRAMMAR_HOMES))
     if module.name == "engine_core.worker.runner":
         yield from (f"{module.name}: {name}" for name in module.imports(top_level=True) if within(name, ("torch",)))
 
@@ -227,7 +223,6 @@ def test_every_module_says_what_it_owns() -> None:
         (misplaced_libraries, "engine_core.session", "import grpc.aio"),
         (misplaced_libraries, "frontend.check", "def f():\n    import torch"),
         (misplaced_libraries, "engine_core.worker.runner", "import torch"),
-        (misplaced_libraries, "engine_core.worker.worker", "from engine_core.worker import constraints"),
         (misplaced_libraries, "engine_core.session", "import llguidance"),
         (cuda_names, "engine_core.worker.runner", "def f(torch):\n    torch.cuda.synchronize()"),
         (cuda_names, "engine_core.device.lanes", "from cuda.bindings import driver"),

@@ -21,6 +21,7 @@ import torch
 from engine_core.device.base import Batch, PromptRows, Sampled
 from engine_core.device.cuda.described import PinnedLogprobs, PinnedPrompt, describe, describe_prompt
 from engine_core.device.cuda.graphs import bucket_of
+from engine_core.device.cuda.masks import MaskStaging
 from engine_core.device.cuda.rows import DeviceRows
 from engine_core.device.cuda.staging import Staging
 from engine_core.ops.cuda.decoder import CudaDecoder
@@ -96,6 +97,7 @@ class CudaCompute:
         decoder: CudaDecoder,
         sampler: Sampler,
         rows: DeviceRows,
+        masks: MaskStaging,
         lanes: dict[Lane, LaneWork],
         heads: Heads,
         decode: dict[bool, dict[int, Replay]],
@@ -109,6 +111,7 @@ class CudaCompute:
         self._decoder = decoder
         self._sampler = sampler
         self._rows = rows
+        self._masks = masks
         self._lanes = lanes
         self._primary = lanes[Lane.PRIMARY]
         self._heads = heads
@@ -236,6 +239,7 @@ class CudaCompute:
         bucket = bucket_of(self._row_buckets, count)
         if batch.lane is not Lane.PRIMARY:
             self._take_picked(batch, lane.picked[ring], bucket)
+        self._masks.send(batch.masks)
         tops = self._rows.logprobs[batch.slots[batch.sample_rows]]
         if (tops >= 0).any():
             lane.logprobs[ring] = self._draw_described(bucket, tops)
@@ -298,6 +302,7 @@ class CudaCompute:
     def _let_go(self) -> None:
         for lane in self._lanes.values():
             lane.staging.close()
+        self._masks.close()
         self._lanes.clear()
         self._decode.clear()
-        del self._primary, self._heads, self._rows, self._sampler, self._decoder
+        del self._primary, self._heads, self._rows, self._masks, self._sampler, self._decoder

@@ -19,9 +19,10 @@ from engine_core.device.cuda.compute import CudaCompute, Excursion, Heads, LaneW
 from engine_core.device.cuda.driver import CudaTable
 from engine_core.device.cuda.forwards import Opened, head, ragged
 from engine_core.device.cuda.graphs import CHUNK_SIZES, DECODE_SIZES, MIXED_ROWS, buckets, mixed_chunk_sizes
+from engine_core.device.cuda.masks import MaskStaging
 from engine_core.device.cuda.measure import step_times
 from engine_core.device.cuda.rows import DeviceRows
-from engine_core.device.cuda.staging import Staging
+from engine_core.device.cuda.staging import RING, Staging
 from engine_core.device.driver import Driver, Watch
 from engine_core.device.green import SM_ALIGNMENT
 from engine_core.device.streams import open_streams
@@ -78,7 +79,6 @@ def open_device(config: WorkerConfig, watch: Watch, progress: Progress) -> Devic
         dtype="bfloat16",
         name=f"cuda:{ordinal} {properties.name}",
         lanes=_lane_sizes(opened),
-        no_masks="device cuda draws without masks in this version",
         timed=True,
         times=times,
     )
@@ -297,6 +297,7 @@ def _compute(
         decoder=opened.decoder,
         sampler=opened.sampler,
         rows=DeviceRows(opened.tables, opened.sampler, opened.page_table),
+        masks=_mask_staging(opened),
         lanes=opened.lanes,
         heads=opened.heads,
         decode=decoding,
@@ -306,3 +307,10 @@ def _compute(
         close=created.pop_all().close,
     )
     return compute, times
+
+
+def _mask_staging(opened: Opened) -> MaskStaging:
+    on_device = opened.sampler.masks
+    pinned = [torch.empty_like(on_device, device="cpu", pin_memory=True) for _ in range(RING)]
+    sizes = opened.config.max_num_seqs, opened.model.vocab_size
+    return MaskStaging(opened.driver, opened.streams[Lane.PRIMARY], pinned, on_device, *sizes)
