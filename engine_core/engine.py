@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from engine_core.cache.watch import CacheWatch
 from engine_core.errors import Rejected, RejectReason, StatusCode, describe_chain
 from engine_core.executor.base import Executor
 from engine_core.ledger import Ledger
@@ -199,6 +200,13 @@ class Engine:
     def flush_cache(self) -> int:
         """Drop every prefix-cache page that no sequence refers to; the number of pages."""
         return self._scheduler.flush_cache()
+
+    def watch_cache(self) -> CacheWatch:
+        """A reader of what the prefix cache holds and of what changes there, until `unwatch_cache`."""
+        return self._scheduler.residency.watch()
+
+    def unwatch_cache(self, watch: CacheWatch) -> None:
+        self._scheduler.residency.unwatch(watch)
 
     # -------------------------- the end
 

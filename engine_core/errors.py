@@ -19,6 +19,7 @@ class StatusCode(enum.IntEnum):
     RESOURCE_EXHAUSTED = 8
     INTERNAL = 13
     UNAVAILABLE = 14
+    DATA_LOSS = 15
 
 
 class RejectReason(enum.IntEnum):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import threading
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
+from engine_core.cache.watch import CacheWatch, RemovedPages, StoredPages
 from engine_core.errors import ConfigError, EngineDead, describe_chain
 from engine_core.executor.base import Executor
 from engine_core.log import event
@@ -42,6 +44,8 @@ class Engine(Protocol):
     def abort_all(self, cause: str) -> None: ...
     def fail_all(self, cause: str) -> None: ...
     def flush_cache(self) -> int: ...
+    def watch_cache(self) -> CacheWatch: ...
+    def unwatch_cache(self, watch: CacheWatch) -> None: ...
     def stats(self) -> Any: ...
 
     @property
@@ -178,6 +182,24 @@ class EngineHost:
             return 0
 
         return await self._call(engine.flush_cache)
+
+    async def watch_cache(self) -> CacheWatch:
+        """Begin to note the prefix cache's changes, until `unwatch_cache`. Raises EngineDead without an engine."""
+        return await self._call(self._serving_engine().watch_cache)
+
+    async def read_cache(self, watch: CacheWatch, most: int) -> list[StoredPages | RemovedPages]:
+        """Its oldest `most` changes. Raises EngineDead."""
+        return await self._call(functools.partial(watch.read, most))
+
+    def unwatch_cache(self, watch: CacheWatch) -> None:
+        """Note nothing more for it."""
+        if self._engine is not None and not self._over:
+            self._inbox.put([Call(functools.partial(self._engine.unwatch_cache, watch))])
+
+    def _serving_engine(self) -> Engine:
+        if self._engine is None or self._over:
+            raise EngineDead("there is no engine")
+        return self._engine
 
     async def drain(self, timeout_s: float) -> tuple[int, int]:
         """Stop admission, let open sequences finish for `timeout_s`, abort the rest; (finished, aborted)."""

@@ -20,7 +20,9 @@ from google.protobuf.message import DecodeError
 from greenlane.engine.v1 import engine_pb2 as pb
 from greenlane.engine.v1 import engine_pb2_grpc
 
+from engine_core import cache_stream
 from engine_core import session as protocol
+from engine_core.cache.watch import CacheWatch
 from engine_core.errors import EngineDead, StatusCode
 from engine_core.health import NOT_SERVING, SERVING, Health
 from engine_core.log import event
@@ -32,6 +34,8 @@ log = logging.getLogger(__name__)
 
 ENGINE_SERVICE = pb.DESCRIPTOR.services_by_name["Engine"].full_name
 MAX_SESSIONS = 64
+MAX_WATCHES = 16
+"""Readers of the prefix cache's changes at a time: each costs a little at every change."""
 TICK_S = 0.5
 SETTLE_POLL_S = 0.01
 DRAIN_CAP_S = 30.0
@@ -54,7 +58,7 @@ class State(enum.IntEnum):
     DEAD = 4
 
 
-class Core(Protocol):
+class Core(cache_stream.Core, Protocol):
     """What the service needs of the engine thread. `submit` never blocks."""
 
     def submit(self, commands: Iterable[Command]) -> None:
@@ -72,6 +76,12 @@ class Core(Protocol):
 
     async def flush_cache(self) -> int:
         """Drop unreferenced prefix-cache pages; how many."""
+
+    async def watch_cache(self) -> CacheWatch:
+        """Begin to note the prefix cache's changes. Raises EngineDead without an engine."""
+
+    def unwatch_cache(self, watch: CacheWatch) -> None:
+        """Note nothing more for it. Never blocks."""
 
 
 def _statuses(method: Method[Asked, Answer]) -> Method[Asked, Answer]:
@@ -143,6 +153,9 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         self._max_unacked_bytes = max_unacked_bytes
         self._streams: dict[int, _Stream] = {}
         self._sessions_opened = 0
+        self._watches = 0
+        self._ended = asyncio.Event()
+        """The engine is dead or stopped: nothing of its cache changes any more."""
         self._rejected = 0
         self._cause = ""
 
@@ -166,6 +179,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         """The engine is dead: when this returns, health says so; sessions still get what is delivered."""
         self._turn(State.DEAD)
         self._cause = cause
+        self._ended.set()
         await self._health.set(NOT_SERVING)
 
     def _turn(self, state: State) -> None:
@@ -199,7 +213,8 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         return True
 
     def end_sessions(self, message: str) -> None:
-        """End every open session with UNAVAILABLE."""
+        """End every open session, and every reader of the cache's changes, with UNAVAILABLE."""
+        self._ended.set()
         for stream in self._streams.values():
             stream.end(SessionBroken(StatusCode.UNAVAILABLE, message))
 
@@ -336,3 +351,25 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     @_statuses
     async def FlushCache(self, request: pb.FlushCacheRequest, context: Context) -> pb.FlushCacheResponse:
         return pb.FlushCacheResponse(pages_dropped=await self._core.flush_cache())
+
+    # -------------------------- the prefix cache
+
+    @_statuses
+    async def WatchCache(self, request: pb.WatchCacheRequest, context: Context) -> None:
+        if self._limits is None or self._ended.is_set():
+            raise SessionBroken(StatusCode.UNAVAILABLE, self._unavailable())
+        if self._watches >= MAX_WATCHES:
+            raise SessionBroken(
+                StatusCode.RESOURCE_EXHAUSTED, f"{MAX_WATCHES} readers watch the cache, the most there may be"
+            )
+        self._watches += 1
+        try:
+            watch = await self._core.watch_cache()
+            try:
+                async for message in cache_stream.changes(self._core, watch, self._limits.page_size, self._ended):
+                    await context.write(message)
+            finally:
+                self._core.unwatch_cache(watch)
+        finally:
+            self._watches -= 1
+        raise SessionBroken(StatusCode.UNAVAILABLE, "the engine core has ended")

@@ -204,6 +204,19 @@ class EngineClient:
         )
         return answer.pages_dropped
 
+    def watch_cache(self) -> Any:
+        """A call that reads what the engine core's prefix cache holds and what changes there; it ends with the session.
+
+        Raises ApiError (UNAVAILABLE) without a connection, or a key for it.
+        """
+        if self._channel is None:
+            raise self._unavailable()
+        try:
+            metadata = self._metadata()
+        except AccessError as error:
+            raise ApiError(Code.UNAVAILABLE, "the key for the engine core can't be read") from error
+        return engine_pb2_grpc.EngineStub(self._channel).WatchCache(pb.WatchCacheRequest(), metadata=metadata)
+
     async def _call(self, start: Callable[[engine_pb2_grpc.EngineStub], Any]) -> Any:
         if self._channel is None:
             raise self._unavailable()

@@ -40,13 +40,14 @@ class EngineGroup:
         """The best of theirs."""
         self.info: pb.GetInfoResponse | None = None
         """Of the first that serves, with the smallest context of those; a new object at every change of any of them."""
-        self._clients = tuple(clients)
+        self.clients = tuple(clients)
+        """One for each engine core."""
         self._affinity = Affinity()
         self._instances: dict[int, str] = {}
         self._strangers: set[int] = set()
         """Cores with another model than the first that served: nothing is sent there."""
         self._listeners: list[Listener] = []
-        for client in self._clients:
+        for client in self.clients:
             client.on_state(self._changed)
 
     # -------------------------- life
@@ -56,12 +57,12 @@ class EngineGroup:
         self._listeners.append(listener)
 
     async def start(self) -> None:
-        for client in self._clients:
+        for client in self.clients:
             await client.start()
 
     async def serving(self) -> None:
         """Wait until one of them serves."""
-        waits = [asyncio.ensure_future(client.serving()) for client in self._clients]
+        waits = [asyncio.ensure_future(client.serving()) for client in self.clients]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -70,16 +71,16 @@ class EngineGroup:
 
     async def close(self) -> None:
         """End the sessions; open requests end with UNAVAILABLE."""
-        await asyncio.gather(*(client.close() for client in self._clients))
+        await asyncio.gather(*(client.close() for client in self.clients))
 
     async def _changed(self, _: ClientState) -> None:
-        for core, client in enumerate(self._clients):
+        for core, client in enumerate(self.clients):
             if client.info is not None and self._instances.get(core) != client.info.instance_id:
                 self._instances[core] = client.info.instance_id
                 self._affinity.forget(core)
                 self._check_model(core, client.info)
-        cores = [core for core in range(len(self._clients)) if core not in self._strangers]
-        self.state = min((self._clients[core].state for core in cores), key=_BEST_FIRST.index)
+        cores = [core for core in range(len(self.clients)) if core not in self._strangers]
+        self.state = min((self.clients[core].state for core in cores), key=_BEST_FIRST.index)
         self._refresh_info(self._serving() or cores)
         for listener in self._listeners:
             await listener(self.state)
@@ -97,7 +98,7 @@ class EngineGroup:
         )
 
     def _refresh_info(self, cores: Items[int]) -> None:
-        known = [info for core in cores if (info := self._clients[core].info) is not None]
+        known = [info for core in cores if (info := self.clients[core].info) is not None]
         if known:
             self.info = pb.GetInfoResponse()
             self.info.CopyFrom(known[0])
@@ -106,7 +107,7 @@ class EngineGroup:
     def _serving(self) -> list[int]:
         return [
             core
-            for core, client in enumerate(self._clients)
+            for core, client in enumerate(self.clients)
             if client.state is ClientState.SERVING and core not in self._strangers
         ]
 
@@ -114,21 +115,21 @@ class EngineGroup:
 
     async def submit(self, request: TextRequest) -> RequestStream:
         """Send a request to one of them. Raises ApiError as `EngineClient.submit` does."""
-        if len(self._clients) == 1:
-            return await self._clients[0].submit(request)
+        if len(self.clients) == 1:
+            return await self.clients[0].submit(request)
         keys = prefixes(request)
         core = self._choose(keys)
         self._affinity.note(keys, core)
-        return await self._clients[core].submit(request)
+        return await self.clients[core].submit(request)
 
     def _choose(self, keys: list[bytes]) -> int:
         """Raises ApiError (UNAVAILABLE) when none serves."""
-        served = {core: self._clients[core].open_sequences for core in self._serving()}
+        served = {core: self.clients[core].open_sequences for core in self._serving()}
         if not served:
-            reasons = "; ".join(dict.fromkeys(client.lost_reason for client in self._clients))
+            reasons = "; ".join(dict.fromkeys(client.lost_reason for client in self.clients))
             raise ApiError(Code.UNAVAILABLE, f"no engine core is available: {reasons}", retry_after_s=1.0)
         least = min(served, key=lambda core: served[core])
-        info = self._clients[least].info
+        info = self.clients[least].info
         slack = 0 if info is None else info.limits.max_num_seqs // SLACK_PART
         near = [core for core, load in served.items() if load <= served[least] + slack]
         familiar = self._affinity.best(keys, near)
@@ -136,31 +137,31 @@ class EngineGroup:
 
     def abort(self, stream: RequestStream) -> None:
         """End what is open of a request. Idempotent; a core that doesn't have it ignores it."""
-        for client in self._clients:
+        for client in self.clients:
             client.abort(stream)
 
     def abort_sequence(self, sequence: Sequence) -> None:
         """End one of a request's sequences. Idempotent."""
-        for client in self._clients:
+        for client in self.clients:
             client.abort_sequence(sequence)
 
     # -------------------------- figures
 
     @property
     def fail_stops(self) -> int:
-        return sum(client.fail_stops for client in self._clients)
+        return sum(client.fail_stops for client in self.clients)
 
     @property
     def sessions_lost(self) -> int:
-        return sum(client.sessions_lost for client in self._clients)
+        return sum(client.sessions_lost for client in self.clients)
 
     async def each_stats(self) -> list[pb.GetStatsResponse | None]:
         """GetStats of each, in the order in which they were given; None where one doesn't answer."""
-        return await asyncio.gather(*(_stats(client) for client in self._clients))
+        return await asyncio.gather(*(_stats(client) for client in self.clients))
 
     async def flush_cache(self) -> int:
         """Pages dropped by all of them. Raises ApiError (UNAVAILABLE) when one doesn't answer."""
-        return sum(await asyncio.gather(*(client.flush_cache() for client in self._clients)))
+        return sum(await asyncio.gather(*(client.flush_cache() for client in self.clients)))
 
 
 async def _stats(client: EngineClient) -> pb.GetStatsResponse | None:

@@ -20,6 +20,7 @@ from access.keys import KeyFile
 from frontend.chat_template import ChatTemplate
 from frontend.engine_client import ClientState
 from frontend.engine_group import added_up
+from frontend.kv_events import Core
 from frontend.metrics import Figures, Metrics
 from frontend.reasoning import template_thinks
 from frontend.request import ApiError, ChatPrompt, Code, Delta, TextRequest, TokenLogprob, Usage
@@ -79,6 +80,9 @@ class Engine(Protocol):
 
     state: ClientState
     info: engine_pb2.GetInfoResponse | None
+
+    @property
+    def clients(self) -> Sequence[Core]: ...
 
     @property
     def fail_stops(self) -> int: ...
@@ -153,6 +157,11 @@ class Served:
     @property
     def engine_info(self) -> engine_pb2.GetInfoResponse | None:
         return self._engine.info
+
+    @property
+    def engine_cores(self) -> Sequence[Core]:
+        """Each of them, whether or not it is there."""
+        return self._engine.clients
 
     def figures(self) -> Figures:
         """This frontend's own, now."""

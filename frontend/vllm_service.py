@@ -22,6 +22,7 @@ from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2 as common
 
 from frontend.grpc_call import deadline_s, with_status
+from frontend.kv_events import KvEvents
 from frontend.load_meter import Load, LoadMeter
 from frontend.model_files import ModelFiles
 from frontend.openai_fields import invalid
@@ -196,17 +197,30 @@ class VllmService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc
 
     @with_status
     async def SubscribeKvEvents(self, request: Any, context: Any) -> None:
-        """Load records, one a second, to those who take them; no cache events are published. Never ends by itself."""
+        """What the prefix caches hold and how that changes, and load records, one a second, to those who take them.
+
+        Never ends by itself. A record repeats the number of the batch before it.
+        """
         await context.send_initial_metadata(())  # some readers wait for it before they go on
-        sample = 0
-        while True:
-            if request.load_records_before_first_batch:
-                with contextlib.suppress(ApiError):  # an engine core that is gone has no load; health says so
-                    load = await self._meter.sample()
-                    sample += 1
-                    record = _load_record(load, sample)
-                    await context.write(common.KvEventBatch(timestamp=time.time(), load=record))
-            await asyncio.sleep(PUSH_S)
+        events = KvEvents(self._served.engine_cores, request.start_sequence_number)
+        sample, due = 0, self._clock()
+        async with events.reading():
+            while True:
+                if due <= self._clock():
+                    due = self._clock() + PUSH_S
+                    if request.load_records_before_first_batch:
+                        with contextlib.suppress(ApiError):  # an engine core that is gone has no load; health says so
+                            load, sample = await self._meter.sample(), sample + 1
+                            await context.write(
+                                common.KvEventBatch(
+                                    sequence_number=events.sequence,
+                                    timestamp=time.time(),
+                                    load=_load_record(load, sample),
+                                )
+                            )
+                batch = await events.next(due - self._clock())
+                if batch is not None:
+                    await context.write(batch)
 
     @with_status
     async def FlushCache(self, request: Any, context: Any) -> Any:

@@ -7,6 +7,9 @@ no fences: pages enter when the step that filled them is complete, and `PagePool
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Protocol
+
 import msgspec
 
 from engine_core.cache.pages import PagePool
@@ -63,6 +66,16 @@ class CachedPage(msgspec.Struct, gc=False, eq=False):
         return children
 
 
+class Watcher(Protocol):
+    """Hears of every change. With no watcher, a change costs one look at an empty list."""
+
+    def stored(self, pages: list[CachedPage]) -> None:
+        """These can be found now, one behind the other."""
+
+    def removed(self, link: bytes) -> None:
+        """This one can be found no longer."""
+
+
 class PrefixCache:
     """Pages by chain link. The caller refers to what `lookup` found by `PagePool.share` before anything else runs."""
 
@@ -70,9 +83,14 @@ class PrefixCache:
         self._pool = pool
         self._by_key: dict[bytes, CachedPage] = {}
         self._by_page: dict[int, CachedPage] = {}
+        self.watchers: list[Watcher] = []
 
     def __len__(self) -> int:
         return len(self._by_key)
+
+    def pages(self) -> Iterable[CachedPage]:
+        """All that can be found, parents first."""
+        return self._by_key.values()
 
     def find(self, parent: CachedPage | None, salt: bytes | None, key: bytes, ids: bytes) -> CachedPage | None:
         """The page that follows `parent` with exactly these ids, or None."""
@@ -89,6 +107,7 @@ class PrefixCache:
         the parent is gone or other tokens hold the link.
         """
         entries: list[CachedPage] = []
+        new: list[CachedPage] = []
         by_key, by_page = self._by_key, self._by_page
         if parent is not None and not parent.listed:
             return entries
@@ -99,10 +118,13 @@ class PrefixCache:
                 self._pool.keep(page)
                 by_key[key] = by_page[page] = entry
                 entry.hang()
+                new.append(entry)
             elif not entry.holds(parent, salt, page_ids):
                 break
             entries.append(entry)
             parent = entry
+        for watcher in self.watchers if new else ():
+            watcher.stored(new)
         return entries
 
     def evict(self, count: int) -> None:
@@ -125,3 +147,5 @@ class PrefixCache:
             doomed += gone.cut()
             del self._by_key[gone.key], self._by_page[gone.page]
             self._pool.forget(gone.page)
+            for watcher in self.watchers:
+                watcher.removed(gone.key)

@@ -12,6 +12,7 @@ import numpy as np
 
 from engine_core.cache.pages import PagePool
 from engine_core.cache.prefix import CachedPage, PrefixCache
+from engine_core.cache.watch import CacheWatch
 from engine_core.scheduling.rows import RowTable, Slots
 from engine_core.scheduling.sequence import Sequence
 from engine_core.step import Lane, RowStart
@@ -127,6 +128,18 @@ class Residency:
             sequence.chain = entries[-1]
             sequence.published += len(entries)
         sequence.chain_broken = len(entries) < len(ids)
+
+    def watch(self) -> CacheWatch:
+        """A reader of the prefix cache's pages and changes; one that hears nothing where prefix caching is off."""
+        watch = CacheWatch(() if self.prefix is None else self.prefix.pages())
+        if self.prefix is not None:
+            self.prefix.watchers.append(watch)
+        return watch
+
+    def unwatch(self, watch: CacheWatch) -> None:
+        """The reader is gone."""
+        if self.prefix is not None:
+            self.prefix.watchers.remove(watch)
 
     # -------------------------- giving back
 

@@ -40,6 +40,7 @@ from greenlane.engine.v1 import engine_pb2 as pb
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this file is run as a script
 
 from access.folders import private_folder
+from engine_core.cache.watch import CacheWatch
 from engine_core.config import EngineConfig
 from engine_core.engine import Engine, EngineStats
 from engine_core.executor.processes import worker_command
@@ -124,6 +125,12 @@ class MeteredEngine:
 
     def flush_cache(self) -> int:
         return self._engine.flush_cache()
+
+    def watch_cache(self) -> CacheWatch:
+        return self._engine.watch_cache()
+
+    def unwatch_cache(self, watch: CacheWatch) -> None:
+        self._engine.unwatch_cache(watch)
 
     def stats(self) -> EngineStats:
         return self._engine.stats()

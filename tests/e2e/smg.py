@@ -26,6 +26,7 @@ class Smg:
         self._servers = servers
         port, metrics_port = free_port(), free_port()
         self.http = f"http://127.0.0.1:{port}"
+        self._metrics = f"http://127.0.0.1:{metrics_port}/metrics"
         command = [str(Path(sys.executable).with_name("smg")), "launch", "--host=127.0.0.1", f"--port={port}", *QUICK]
         command += ["--prometheus-host=127.0.0.1", f"--prometheus-port={metrics_port}", *flags]
         command += ["--health-success-threshold=1", "--worker-urls", *(f"grpc://{each.vllm}" for each in servers)]
@@ -52,6 +53,13 @@ class Smg:
     def healthy(self) -> set[str]:
         """Addresses that it routes to."""
         return {each["url"].removeprefix("grpc://") for each in self.workers() if each["is_healthy"]}
+
+    def blocks(self, server: Server) -> int:
+        """KV blocks that it believes that server's cache to hold."""
+        text = httpx.get(self._metrics, timeout=GUARD_S, trust_env=False).text
+        wanted = f'smg_kv_index_blocks{{worker="grpc://{server.vllm}"}} '
+        found = [line.removeprefix(wanted) for line in text.splitlines() if line.startswith(wanted)]
+        return int(float(found[0])) if found else 0
 
     def routes_to_all(self) -> bool:
         assert self.process.poll() is None, self._log.read_text(errors="replace")

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 from greenlane.engine.v1 import engine_pb2 as pb
@@ -14,6 +15,7 @@ from frontend.chat_template import ChatTemplate
 from frontend.config import Place
 from frontend.engine_client import ClientState
 from frontend.http_server import HttpServer
+from frontend.kv_events import Core
 from frontend.listeners import HttpListener, bind, http_address
 from frontend.metrics import Metrics
 from frontend.openai_api import OpenAiApi
@@ -118,12 +120,23 @@ class Script:
         return self.answers[-1].request
 
 
+class UntoldCore:
+    """Nothing is known of its cache."""
+
+    async def serving(self) -> None:
+        await asyncio.Event().wait()
+
+    def watch_cache(self) -> Any:
+        raise NotImplementedError
+
+
 class QuietEngine:
     """An engine core that is there and does nothing."""
 
     def __init__(self) -> None:
         self.state = ClientState.SERVING
         self.fail_stops = self.sessions_lost = 0
+        self.clients: list[Core] = [UntoldCore()]
         self.info: pb.GetInfoResponse | None = pb.GetInfoResponse(
             device="cpu", vocab_size=4096, limits=pb.Limits(max_model_len=2048)
         )

@@ -16,6 +16,7 @@ from greenlane.engine.v1 import engine_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from engine_core.cache.watch import CacheWatch, RemovedPages, StoredPages
 from engine_core.errors import ConfigError, EngineDead
 from engine_core.health import Health
 from engine_core.request import Abort, CloseSession, Command, ModelLimits, Output, Request
@@ -60,6 +61,15 @@ class ScriptedCore:
 
     async def flush_cache(self) -> int:
         return 5
+
+    async def watch_cache(self) -> CacheWatch:
+        raise NotImplementedError
+
+    async def read_cache(self, watch: CacheWatch, most: int) -> list[StoredPages | RemovedPages]:
+        raise NotImplementedError
+
+    def unwatch_cache(self, watch: CacheWatch) -> None:
+        raise NotImplementedError
 
     def closed(self) -> list[int]:
         return [command.session for command in self.commands if isinstance(command, CloseSession)]

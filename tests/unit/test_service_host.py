@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from engine_core.cache.watch import CacheWatch
 from engine_core.errors import ConfigError, EngineDead
 from engine_core.host import MAX_BACKLOG, Call, EngineHost, Inbox, Publish
 from engine_core.request import Abort, Command, Grammar, Output
@@ -62,6 +63,12 @@ class ScriptedEngine:
 
     def flush_cache(self) -> int:
         return 3
+
+    def watch_cache(self) -> CacheWatch:
+        raise NotImplementedError
+
+    def unwatch_cache(self, watch: CacheWatch) -> None:
+        raise NotImplementedError
 
     def stats(self) -> Any:
         assert threading.get_ident() == self.thread

@@ -476,3 +476,33 @@ class FlushCacheResponse(_message.Message):
     PAGES_DROPPED_FIELD_NUMBER: _ClassVar[int]
     pages_dropped: int
     def __init__(self, pages_dropped: _Optional[int] = ...) -> None: ...
+
+class WatchCacheRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CacheChanges(_message.Message):
+    __slots__ = ("changes",)
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    changes: _containers.RepeatedCompositeFieldContainer[CacheChange]
+    def __init__(self, changes: _Optional[_Iterable[_Union[CacheChange, _Mapping]]] = ...) -> None: ...
+
+class CacheChange(_message.Message):
+    __slots__ = ("stored", "removed")
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    stored: StoredPages
+    removed: bytes
+    def __init__(self, stored: _Optional[_Union[StoredPages, _Mapping]] = ..., removed: _Optional[bytes] = ...) -> None: ...
+
+class StoredPages(_message.Message):
+    __slots__ = ("parent", "links", "ids", "cache_salt")
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    parent: bytes
+    links: bytes
+    ids: bytes
+    cache_salt: str
+    def __init__(self, parent: _Optional[bytes] = ..., links: _Optional[bytes] = ..., ids: _Optional[bytes] = ..., cache_salt: _Optional[str] = ...) -> None: ...

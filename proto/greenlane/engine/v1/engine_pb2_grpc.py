@@ -59,6 +59,11 @@ class EngineStub:
                 request_serializer=greenlane_dot_engine_dot_v1_dot_engine__pb2.FlushCacheRequest.SerializeToString,
                 response_deserializer=greenlane_dot_engine_dot_v1_dot_engine__pb2.FlushCacheResponse.FromString,
                 _registered_method=True)
+        self.WatchCache = channel.unary_stream(
+                '/greenlane.engine.v1.Engine/WatchCache',
+                request_serializer=greenlane_dot_engine_dot_v1_dot_engine__pb2.WatchCacheRequest.SerializeToString,
+                response_deserializer=greenlane_dot_engine_dot_v1_dot_engine__pb2.CacheChanges.FromString,
+                _registered_method=True)
 
 
 class EngineServicer:
@@ -107,6 +112,14 @@ class EngineServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchCache(self, request, context):
+        """Which pages the prefix cache holds: first all that there are, then what changes, gathered for about 0.1 s. A reader
+        who falls too far behind is ended with DATA_LOSS and may begin anew. Pages hold token ids of prompts and answers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -134,6 +147,11 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.FlushCache,
                     request_deserializer=greenlane_dot_engine_dot_v1_dot_engine__pb2.FlushCacheRequest.FromString,
                     response_serializer=greenlane_dot_engine_dot_v1_dot_engine__pb2.FlushCacheResponse.SerializeToString,
+            ),
+            'WatchCache': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchCache,
+                    request_deserializer=greenlane_dot_engine_dot_v1_dot_engine__pb2.WatchCacheRequest.FromString,
+                    response_serializer=greenlane_dot_engine_dot_v1_dot_engine__pb2.CacheChanges.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -271,6 +289,33 @@ class Engine:
             '/greenlane.engine.v1.Engine/FlushCache',
             greenlane_dot_engine_dot_v1_dot_engine__pb2.FlushCacheRequest.SerializeToString,
             greenlane_dot_engine_dot_v1_dot_engine__pb2.FlushCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/greenlane.engine.v1.Engine/WatchCache',
+            greenlane_dot_engine_dot_v1_dot_engine__pb2.WatchCacheRequest.SerializeToString,
+            greenlane_dot_engine_dot_v1_dot_engine__pb2.CacheChanges.FromString,
             options,
             channel_credentials,
             insecure,
