@@ -61,6 +61,7 @@ SECTIONS = {
     "smoke": Section(smoke.run, 240, "0.6b"),
     "overlap": Section(overlap.run, 240, "4b"),
     "handoff": Section(partial(tests_on_gpu.run, file="test_hand_off.py"), 240, "tiny"),
+    "staging": Section(partial(tests_on_gpu.run, file="test_staging.py"), 240, "tiny"),
     "failstop": Section(partial(tests_on_gpu.run, file="test_fail_stop.py"), 300, "0.6b"),
     "idle": Section(partial(tests_on_gpu.run, file="test_idle_wait.py"), 180, "0.6b"),
     "masks": Section(masks.run, 120, "0.6b"),

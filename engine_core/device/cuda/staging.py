@@ -2,8 +2,8 @@
 
 Owns rule S1: graphs read device buffers whose addresses never change; the host fills a pinned buffer, enqueues the copy
 before the replay and records an *input-staged* event right behind it; the buffer is filled again only after that event.
-Its opposite, `--staged-inputs off` (rule S8), is here too, to be measured against: one buffer, whose copy is part of the
-graphs, filled again only once the lane is idle.
+Its opposite, `--staged-inputs off` (rule S8), is here too, to be measured against: one buffer, whose copy is part of
+the graphs, filled again only once the lane is idle.
 """
 
 from __future__ import annotations
@@ -76,9 +76,10 @@ class Staging:
             for views, buffer in zip(self._views, self._pinned, strict=True):
                 views[name] = buffer[offset : offset + size].numpy().view(kind)
             offset += size
-        for fields in (*self._views, self.on_device):
-            for name in NO_SLOT:
-                fields[name][:] = -1
+        for name in NO_SLOT:
+            self.on_device[name].fill_(-1)
+            for views in self._views:
+                views[name][:] = -1
         self._events = [driver.call("event_create", INPUT_EVENT_FLAGS) for _ in range(ring)]
         self._used = [False] * ring
         self._next = 0
