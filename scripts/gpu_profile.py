@@ -1,6 +1,6 @@
 """Where a CUDA worker's step goes: each kernel class, copies, gaps on the GPU, and the host's share.
 
-    python scripts/gpu_profile.py [--shape 4b] [--cases decode:16 prefill:2048 mixed:16+256 lane:16+4096 …] [--out FILE]
+    python scripts/gpu_profile.py [--shape 4b] [--cases decode:16 prefill:2048 mixed:16+240 lane:16+4096 …] [--out FILE]
 
 Drives the real runner over the real device, as deep as the engine would, with random weights and rows of CONTEXT
 tokens. Every case is timed without a profiler first (wall clock per step, host time of a launch and of a collect),
@@ -40,7 +40,7 @@ from scripts.gpu_kernels import machine
 
 CASES = [
     *("decode:1", "decode:16", "decode:64", "prefill:1024", "prefill:2048"),
-    *("mixed:16+256", "mixed:64+256", "mixed:64+512", "lane:16+4096", "lane:64+4096"),
+    *("mixed:16+240", "mixed:64+192", "mixed:64+448", "lane:16+4096", "lane:64+4096"),
 ]
 PAGE, CONTEXT, ROWS = 16, 1024, 64
 TIMED, PROFILED = 60, 6
