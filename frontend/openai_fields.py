@@ -26,21 +26,23 @@ def invalid(message: str, parameter: str | None = None) -> ApiError:
     return ApiError(Code.INVALID_ARGUMENT, message, parameter)
 
 
-def decode_object(body: bytes) -> Json:
-    """The JSON object in `body`; raises ApiError for anything else, saying what and where but never quoting it."""
-    if body.count(b",") + body.count(b"[") + body.count(b"{") > MAX_JSON_ITEMS:
-        raise invalid(f"the body holds more than {MAX_JSON_ITEMS} JSON items")
+def decode_object(text: bytes, field: str | None = None) -> Json:
+    """The JSON object in `text`, a body or one of its fields; raises ApiError for anything else, saying what and where
+    but never quoting it."""
+    what = field or "the body"
+    if text.count(b",") + text.count(b"[") + text.count(b"{") > MAX_JSON_ITEMS:
+        raise invalid(f"{what} holds more than {MAX_JSON_ITEMS} JSON items", field)
     try:
         with _collector_paused():
-            value = msgspec.json.decode(body)
+            value = msgspec.json.decode(text)
     except RecursionError:
-        raise invalid("the body is nested too deeply") from None
+        raise invalid(f"{what} is nested too deeply", field) from None
     except msgspec.MsgspecError as error:  # its texts name positions, not content
-        raise invalid(f"the body is not valid JSON: {error}") from None
+        raise invalid(f"{what} is not valid JSON: {error}", field) from None
     except UnicodeDecodeError:
-        raise invalid("the body is not valid UTF-8") from None
+        raise invalid(f"{what} is not valid UTF-8", field) from None
     if not isinstance(value, dict):
-        raise invalid(f"the body must be a JSON object, not {kind(value)}")
+        raise invalid(f"{what} must be a JSON object, not {kind(value)}", field)
     return value
 
 

@@ -26,6 +26,8 @@ from frontend.request import (
     Usage,
 )
 from frontend.serving import Served
+from frontend.text_tools import CallSeparator, asked_tools, template_message
+from frontend.tools import Tools
 from frontend.wire import MAX_LOGIT_BIAS, MAX_STOP_IDS, cap
 
 SERVICE = text_pb2.DESCRIPTOR.services_by_name["Text"].full_name
@@ -42,15 +44,16 @@ class TextService(text_pb2_grpc.TextServicer):
     async def Generate(self, request: text_pb2.GenerateRequest, context: Any) -> None:
         self._served.check_model(_given(request, "model"))
         request_id = request.request_id[:MAX_LABEL_CHARS] or self._new_id()
-        sampling = _sampling(request.sampling)
-        ids, echo = await self._prompt(request)
-        asked = _text_request(request, request_id, ids, sampling, deadline_s(context))
+        sampling, tools = _sampling(request.sampling), asked_tools(request.chat)
+        ids, echo = await self._prompt(request, tools)
+        asked = _text_request(request, request_id, ids, sampling, _grammar(request, tools), deadline_s(context))
+        calls = None if tools is None else CallSeparator(sampling.n or 1)
         async with self._served.start(asked) as answer:
             await answer.accepted()
             echoed: set[int] = set()
             described = not request.sampling.HasField("prompt_logprobs")
             async for deltas in answer:
-                message = text_pb2.GenerateResponse(request_id=request_id, deltas=_merged(deltas, echo, echoed))
+                message = text_pb2.GenerateResponse(request_id=request_id, deltas=_merged(deltas, calls, echo, echoed))
                 if not described:
                     message.prompt_logprobs.extend(map(_logprob, answer.prompt_logprobs))
                     described = True
@@ -63,7 +66,8 @@ class TextService(text_pb2_grpc.TextServicer):
         if request.WhichOneof("input") is None:
             raise invalid("input is missing: set prompt or chat", "input")
         is_chat = request.HasField("chat")
-        text = await self._served.render(_chat(request.chat)) if is_chat else request.prompt
+        chat = _chat(request.chat, asked_tools(request.chat)) if is_chat else None
+        text = request.prompt if chat is None else await self._served.render(chat)
         special = request.add_special_tokens if request.HasField("add_special_tokens") else not is_chat
         ids = await self._served.tokenizer.encode(text, special)
         return text_pb2.TokenizeResponse(ids=ids, max_model_len=self._served.max_model_len)
@@ -81,13 +85,13 @@ class TextService(text_pb2_grpc.TextServicer):
             models=[text_pb2.Model(id=name, max_model_len=length) for name in self._served.names]
         )
 
-    async def _prompt(self, request: text_pb2.GenerateRequest) -> tuple[list[int], str]:
+    async def _prompt(self, request: text_pb2.GenerateRequest, tools: Tools | None) -> tuple[list[int], str]:
         """The prompt's ids, and the text to stand before the first delta (empty without `echo`)."""
         match request.WhichOneof("input"):
             case "prompt":
                 text, ids = request.prompt, await self._served.encode(request.prompt)
             case "chat":
-                text = await self._served.render(_chat(request.chat))
+                text = await self._served.render(_chat(request.chat, tools))
                 ids = await self._served.encode(text, add_special_tokens=False)
             case "prompt_ids":
                 self._served.check_length(len(request.prompt_ids.ids))
@@ -107,13 +111,14 @@ def _given(message: Any, name: str) -> Any:
     return getattr(message, name) if message.HasField(name) else None
 
 
-def _chat(chat: text_pb2.Chat) -> ChatPrompt:
+def _chat(chat: text_pb2.Chat, tools: Tools | None) -> ChatPrompt:
     cap("messages", len(chat.messages), MAX_MESSAGES)
     kwargs = chat.template_kwargs_json
     return ChatPrompt(
-        [{"role": message.role, "content": message.content} for message in chat.messages],
+        [template_message(message, f"messages[{i}]") for i, message in enumerate(chat.messages)],
         add_generation_prompt=not chat.HasField("add_generation_prompt") or chat.add_generation_prompt,
-        template_kwargs=decode_object(kwargs.encode()) if kwargs else {},
+        tools=[] if tools is None else tools.offered,
+        template_kwargs=decode_object(kwargs.encode(), "template_kwargs_json") if kwargs else {},
     )
 
 
@@ -142,9 +147,11 @@ def _sampling(message: text_pb2.Sampling) -> Sampling:
     )
 
 
-def _grammar(request: text_pb2.GenerateRequest) -> Grammar | None:
+def _grammar(request: text_pb2.GenerateRequest, tools: Tools | None) -> Grammar | None:
     if not request.HasField("grammar"):
-        return None
+        return None if tools is None else tools.grammar
+    if tools is not None:
+        raise invalid("grammar can't be combined with tools: a call is no such text", "grammar")
     kind = request.grammar.WhichOneof("grammar")
     if kind is None:
         raise invalid("grammar is empty: set json_schema, regex, lark, choice or structural_tag", "grammar")
@@ -156,6 +163,7 @@ def _text_request(
     request_id: str,
     ids: list[int],
     sampling: Sampling,
+    grammar: Grammar | None,
     deadline: float | None,
 ) -> TextRequest:
     salt = _given(request, "cache_salt")
@@ -171,14 +179,14 @@ def _text_request(
         cache_salt=salt,
         deadline_s=deadline,
         label=request_id,
-        grammar=_grammar(request),
+        grammar=grammar,
     )
 
 
 # ------------------------------ answers
 
 
-def _merged(deltas: Iterable[Delta], echo: str, echoed: set[int]) -> list[text_pb2.Delta]:
+def _merged(deltas: Iterable[Delta], calls: CallSeparator | None, echo: str, echoed: set[int]) -> list[text_pb2.Delta]:
     """One message a run of deltas of the same sequence; `echo` stands before a sequence's first text."""
     messages: list[text_pb2.Delta] = []
     for delta in deltas:
@@ -188,6 +196,8 @@ def _merged(deltas: Iterable[Delta], echo: str, echoed: set[int]) -> list[text_p
         if echo and delta.index not in echoed:
             echoed.add(delta.index)
             message.text += echo
+        if calls is not None:
+            message.tool_calls.extend(calls.take(delta))
         message.text += delta.text
         message.token_ids.extend(delta.token_ids)
         if delta.logprobs:

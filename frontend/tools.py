@@ -81,8 +81,7 @@ def asked_tools(fields: Fields) -> Tools | None:
         return None
     offered = [_checked(tool, f"tools[{i}]") for i, tool in enumerate(fields.items("tools", MAX_TOOLS) or [])]
     names = [str(_function(tool)["name"]) for tool in offered]
-    if len(set(names)) < len(names):
-        raise invalid("tools has two functions of one name", "tools")
+    check_names_differ(names)
     parallel = fields.flag("parallel_tool_calls", default=True)
     if not offered and chosen in (None, "auto"):
         return None
@@ -105,12 +104,22 @@ def _checked(tool: object, where: str) -> Json:
     if reader.text("type") != "function":
         raise invalid(f"{where}.type: only tools of type function can be served", where)
     function = Fields(reader.object("function") or {}, f"{where}.function")
-    name = function.text("name")
-    if name is None or not NAME.fullmatch(name):
-        raise invalid(f"{where}.function.name must have 1 to 64 letters, digits, _ or -", f"{where}.function.name")
+    check_name(function.text("name") or "", f"{where}.function.name")
     function.object("parameters")
     function.text("description")
     return tool
+
+
+def check_name(name: str, where: str) -> None:
+    """Raise ApiError (INVALID_ARGUMENT) for what can't be the name of a tool."""
+    if not NAME.fullmatch(name):
+        raise invalid(f"{where} must have 1 to 64 letters, digits, _ or -", where)
+
+
+def check_names_differ(names: list[str]) -> None:
+    """Raise ApiError (INVALID_ARGUMENT) for tools between which a call couldn't choose."""
+    if len(set(names)) < len(names):
+        raise invalid("tools has two functions of one name", "tools")
 
 
 def past_calls(fields: Fields) -> list[Json]:
@@ -122,12 +131,16 @@ def past_calls(fields: Fields) -> list[Json]:
         name, arguments = function.text("name"), function.text("arguments")
         if name is None or arguments is None:
             raise invalid(f"{where} must be an object with function.name and function.arguments", where)
-        read = _decoded(arguments)
-        body: Json = {"name": name, "arguments": read if isinstance(read, dict) else arguments}
-        call: Json = {"type": "function", "function": body}
-        given = Fields(_object(entry), where).text("id")
-        calls.append(call if given is None else {"id": given, **call})
+        calls.append(past_call(Fields(_object(entry), where).text("id"), name, arguments))
     return calls
+
+
+def past_call(call_id: str | None, name: str, arguments: str) -> Json:
+    """One of them, as templates read it."""
+    read = _decoded(arguments)
+    body: Json = {"name": name, "arguments": read if isinstance(read, dict) else arguments}
+    call: Json = {"type": "function", "function": body}
+    return call if call_id is None else {"id": call_id, **call}
 
 
 # ------------------------------ what the model says

@@ -177,6 +177,32 @@ def test_json_schema(pair: tuple[Server, Smg], stream: bool) -> None:
     assert person["sex"] in ("f", "m")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_that_must_be_called(pair: tuple[Server, Smg], stream: bool) -> None:
+    """Red if the constraint with which the gateway asks for a call is lost: it reads the call in the answer itself."""
+    _, gateway = pair
+    schema = {
+        "type": "object",
+        "properties": {"town": {"enum": ["Bath", "York"]}},
+        "required": ["town"],
+        "additionalProperties": False,
+    }
+    tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
+    chosen = {"type": "function", "function": {"name": "weather"}}
+    with openai.OpenAI(base_url=f"{gateway.http}/v1", api_key="none", max_retries=0) as client:
+        ask: dict[str, Any] = {**CHAT, "max_tokens": 100, "tools": [tool], "tool_choice": chosen, "stream": stream}
+        answer = client.chat.completions.create(**ask)
+        if stream:
+            parts = [part for chunk in answer for part in chunk.choices[0].delta.tool_calls or []]
+            name = "".join(part.function.name or "" for part in parts)
+            arguments = "".join(part.function.arguments or "" for part in parts)
+        else:
+            (call,) = answer.choices[0].message.tool_calls
+            name, arguments = call.function.name, call.function.arguments
+    assert name == "weather"
+    assert json.loads(arguments)["town"] in ("Bath", "York")
+
+
 # ------------------------------ refusals
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import openai
 import pytest
+from greenlane.text.v1 import text_pb2
 
 from scripts.serving import TINY
-from tests.e2e.harness import Server
+from tests.e2e.harness import Server, text_stub
 
 pytestmark = pytest.mark.e2e
 
@@ -102,6 +103,32 @@ def test_a_call_that_must_come(client: openai.OpenAI, choice: Any) -> None:
         reasons.add(chunk.choices[0].finish_reason)
     assert streamed == [(call.function.name, call.function.arguments) for call in calls if call.type == "function"]
     assert reasons == {None, "tool_calls"}
+
+
+def test_a_call_over_text_grpc(client: openai.OpenAI, calling: Server) -> None:
+    """Red when a call over text gRPC is another one than over HTTP."""
+    (over_http,) = client.chat.completions.create(**ASK | {"tool_choice": "required"}).choices
+    tools = [
+        text_pb2.Tool(name=each["function"]["name"], parameters_json=json.dumps(each["function"]["parameters"]))
+        for each in (WEATHER, CLOCK)
+    ]
+    chat = text_pb2.Chat(
+        messages=[text_pb2.Message(role="user", content="Will it rain?")],
+        tools=tools,
+        tool_choice=text_pb2.TOOL_CHOICE_REQUIRED,
+    )
+    request = text_pb2.GenerateRequest(chat=chat, sampling=text_pb2.Sampling(max_tokens=400, temperature=1.0, seed=4))
+    with text_stub(calling.grpc) as stub:
+        deltas = [delta for response in stub.Generate(request) for delta in response.deltas]
+    calls = [call for delta in deltas for call in delta.tool_calls]
+    assert [(call.name, call.arguments_json) for call in calls] == [
+        (call.function.name, call.function.arguments)
+        for call in over_http.message.tool_calls or []
+        if call.type == "function"
+    ]
+    assert calls
+    assert deltas[-1].finish_reason == "tool_calls"
+    assert "".join(delta.text for delta in deltas) == ""
 
 
 def test_tools_are_offered_and_answers_handed_back(client: openai.OpenAI) -> None:

@@ -12,57 +12,24 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 from greenlane.text.v1 import text_pb2 as pb
-from greenlane.text.v1 import text_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
 from frontend import listeners, serving
 from frontend.config import ConfigError
-from frontend.health import HealthService
 from frontend.request import ApiError, Code, Delta, Sampling, TokenLogprob, TopLogprob
 from frontend.text_service import SERVICE, TextService
 from tests.unit.rich_errors import named_field, reason, retry_ms
 from tests.unit.scripted_answers import HANG_GUARD_S, Site, gated, until, words
+from tests.unit.text_front import Front, failed, text_front
 
 CANARY = "the-canary-sang-at-dawn"
 
 
-class Front:
-    """A site served over gRPC, and a channel to it."""
-
-    def __init__(self, site: Site, health: HealthService, address: str, channel: grpc.aio.Channel) -> None:
-        self.site = site
-        self.health = health
-        self.address = address
-        self.channel = channel
-        self.text = text_pb2_grpc.TextStub(channel)
-
-    def generate(self, timeout: float = HANG_GUARD_S, **fields: Any) -> Any:
-        return self.text.Generate(pb.GenerateRequest(**fields), timeout=timeout)
-
-
 @pytest_asyncio.fixture
 async def front() -> AsyncIterator[Front]:
-    site, health = Site(), HealthService(SERVICE)
-    server, address = listeners.grpc_server(
-        "127.0.0.1", 0, TextService(site.served, lambda: "made-id"), health, 1 << 20
-    )
-    await server.start()
-    options = [("grpc.enable_http_proxy", 0)]
-    async with grpc.aio.insecure_channel(address, options=options) as channel:
-        yield Front(site, health, address, channel)
-    await server.stop(None)
-
-
-async def failed(call: Any, texts: list[str] | None = None) -> grpc.aio.AioRpcError:
-    """The error that a call ends with; `texts` gets what comes before it."""
-    try:
-        async for message in call:
-            if texts is not None:
-                texts += [delta.text for delta in message.deltas]
-    except grpc.aio.AioRpcError as error:
-        return error
-    raise AssertionError("the call went well")
+    async with text_front(Site()) as front:
+        yield front
 
 
 async def test_answer(front: Front) -> None:
@@ -174,7 +141,7 @@ async def test_logprobs(front: Front) -> None:
         (
             {"chat": pb.Chat(messages=[pb.Message(role="user")], template_kwargs_json="[1]")},
             Code.INVALID_ARGUMENT,
-            None,
+            "template_kwargs_json",
         ),
         (
             {"chat": pb.Chat(messages=[pb.Message(role="user")], template_kwargs_json='{"messages": 1}')},
