@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 
 from access.keys import KeyFile
+from access.malformed import MalformedInterceptor
 
 OPEN_METHODS = ("/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch")
 MESSAGE = "a key is needed: send the metadata `authorization: Bearer KEY`"
@@ -34,9 +35,9 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         return grpc.stream_stream_rpc_method_handler(_refuse)
 
 
-def interceptors(keys: KeyFile | None) -> tuple[TokenInterceptor, ...]:
-    """Of a server whose calls need one of the keys; None: they need none."""
-    return () if keys is None else (TokenInterceptor(keys),)
+def interceptors(keys: KeyFile | None) -> tuple[grpc.aio.ServerInterceptor, ...]:  # type: ignore[type-arg]
+    """Of a server whose calls need one of the keys; None: they need none. Strangers aren't told what is malformed."""
+    return (MalformedInterceptor(),) if keys is None else (TokenInterceptor(keys), MalformedInterceptor())
 
 
 def _authorization(details: grpc.HandlerCallDetails) -> bytes | None:

@@ -61,9 +61,14 @@ def check_in_the_clear(flag: str, address: str, remedy: str) -> None:
 def is_loopback(host: str) -> bool:
     """Whether an address or name reaches this machine alone; `host` may stand in brackets."""
     try:
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+        return host == "localhost" or ipaddress.ip_address(bare_host(host)).is_loopback
     except ValueError:
         return False
+
+
+def bare_host(host: str) -> str:
+    """An IPv6 address without the brackets that it wears before a port, as sockets take it; others as they are."""
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
 def split_address(address: str) -> tuple[str, int] | None:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from access.policy import AccessError, check_in_the_clear, is_loopback, split_address
+from access.policy import AccessError, bare_host, check_in_the_clear, is_loopback, split_address
 from frontend.config import ConfigError, FrontendConfig, Place, Supervision
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -140,7 +140,9 @@ def parser() -> argparse.ArgumentParser:
 def read_config(options: argparse.Namespace) -> FrontendConfig:
     """The checked settings; raises ConfigError naming the flag and what would work."""
     values = {field.name: getattr(options, field.name) for field in dataclasses.fields(FrontendConfig)}
-    config = FrontendConfig(**{**values, "served_model_name": tuple(options.served_model_name)})
+    values["served_model_name"] = tuple(options.served_model_name)
+    values |= {name: bare_host(values[name]) for name in ("host", "vllm_grpc_host")}
+    config = FrontendConfig(**values)
     _check_ports({"--port": config.port, "--grpc-port": config.grpc_port, "--vllm-grpc-port": config.vllm_grpc_port})
     if not 1024 <= config.max_body_bytes <= 1 << 30:
         raise ConfigError(f"--max-body-bytes is {config.max_body_bytes}; it must be from 1024 to {1 << 30}")

@@ -11,6 +11,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from access.policy import bare_host
 from frontend.cli_flags import Value, default_of
 from frontend.config import ConfigError
 
@@ -34,6 +35,10 @@ class Listener:
     def served(self, values: Mapping[str, Value]) -> bool:
         """Whether frontends with these flags have it: VllmEngine's is off by default."""
         return self.kind != "vllm" or self.port in values
+
+    def address(self, values: Mapping[str, Value]) -> str:
+        """Where frontends with these flags have it, without a port."""
+        return bare_host(str(values.get(self.host, default_of(self.host))))
 
 
 LISTENERS = (
@@ -66,8 +71,7 @@ def share_ports(values: Mapping[str, Value], held: contextlib.ExitStack) -> dict
     out: dict[str, Value] = {}
     for each in LISTENERS:
         if each.served(values):
-            keys = (each.host, each.port)
-            host, port = (str(values[key] if key in values else default_of(key)) for key in keys)
+            host, port = each.address(values), str(values[each.port] if each.port in values else default_of(each.port))
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             holder = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -122,7 +122,7 @@ def make_plan(values: Mapping[str, Value], folder: Path) -> Plan:
         start_timeout=_seconds(values, "start_timeout"),
         drain_timeout=_seconds(values, "drain_timeout"),
         ports=[
-            (str(values.get(each.host, default_of(each.host))), each.flag, port)
+            (each.address(values), each.flag, port)
             for each in LISTENERS
             if each.served(values) and (port := _number(values, each.port))
         ],

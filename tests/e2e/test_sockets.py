@@ -12,7 +12,7 @@ import pytest
 
 from scripts.serving import TINY, ServeError
 from tests.e2e.conftest import MakeServer
-from tests.e2e.harness import Server, until
+from tests.e2e.harness import Server, serving, until
 
 pytestmark = pytest.mark.e2e
 
@@ -30,6 +30,18 @@ def test_port_in_use(tmp_path: Path, flag: str) -> None:
     assert f"error: {flag}" in text
     assert "worker_started" not in text, "found only after the model was loading"
     assert "restart" not in text
+
+
+@pytest.mark.parametrize(("host", "frontends"), [("::1", 1), ("[::1]", 1), ("[::1]", 2)])
+def test_ipv6(make_server: MakeServer, host: str, frontends: int) -> None:
+    """Red if an IPv6 address can't be listened on, with or without brackets, or a printed address can't be called."""
+    flags = (f"--host={host}", f"--frontends={frontends}", "--vllm-grpc-port=0", f"--vllm-grpc-host={host}")
+    server = make_server("--device=fake", *flags)
+    assert server.http.startswith("http://[::1]:")
+    assert server.health() == 200
+    assert [each.partition("]")[0] for each in (server.grpc, server.vllm)] == ["[::1", "[::1"]
+    assert serving(server.grpc)
+    assert serving(server.vllm)
 
 
 def test_stale_socket_is_replaced(tmp_path: Path, make_server: MakeServer) -> None:
