@@ -73,7 +73,9 @@ FLAGS = (
     Flag("decode_overlap", str, "lane of prefill beside decode: off, stream, green or auto"),
     Flag("decode_sms", int, "SMs of decode while a prefill is in flight, for green and auto"),
     Flag(
-        "itl_target_ms", float, "what a decode step may take beside prefill, for auto; default: 1.8 times its lone pace"
+        "itl_target_ms",
+        float,
+        "what a decode step may take beside prefill, for auto; default: 1.95 times its lone pace",
     ),
     Flag("ttft_target_ms", float, "how long prompts may wait before decode gives way, for auto; default: 400"),
     Flag("staged_inputs", str, "on: the next step's inputs are filled while this one runs; off: only when it is over"),

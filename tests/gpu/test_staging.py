@@ -190,7 +190,9 @@ class Player:
         ]
 
     def close(self) -> None:
+        """torch's current stream mustn't be the one that is destroyed."""
         self._cuda.synchronize()
+        self._cuda.set_stream(self._cuda.default_stream())
         self.device.compute.close()
 
 
