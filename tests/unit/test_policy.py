@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from engine_core.device.fake import pretended_times
-from engine_core.scheduling.policy import AutoPolicy, Choice, FixedPolicy, Way
+from engine_core.scheduling.policy import TARGET_FACTOR, AutoPolicy, Choice, FixedPolicy, Way
 from engine_core.scheduling.step_model import Load, Observed, Work
 from engine_core.step import MOST_PRIMARY_TOKENS, StepTimes
 
@@ -85,8 +85,8 @@ def test_long_contexts_shrink_the_chunk() -> None:
 def test_without_a_target_it_follows_the_lone_pace() -> None:
     """Red when the default target stops being a multiple of what decode takes alone under this load."""
     policy = auto()
-    assert policy.target(load(16)) == pytest.approx(1.8 * 3160)
-    assert policy.target(load(16, context=100_000)) == pytest.approx(1.8 * (3160 + 3500))
+    assert policy.target(load(16)) == pytest.approx(TARGET_FACTOR * 3160)
+    assert policy.target(load(16, context=100_000)) == pytest.approx(TARGET_FACTOR * (3160 + 3500))
 
 
 def test_it_learns_from_steps_and_forgets_outliers() -> None:

@@ -25,25 +25,8 @@ DECODE_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 
 MIXED_ROWS = (8, 16, 32, 64, 128, 256)
 """Decode rows that share a forward with chunks: few buckets, for each stands beside every size of chunk."""
 MIXED_TOTALS = (
-    64,
-    128,
-    192,
-    256,
-    320,
-    384,
-    512,
-    640,
-    768,
-    1024,
-    1280,
-    1536,
-    2048,
-    3072,
-    4096,
-    6144,
-    8192,
-    12288,
-    16384,
+    *(64, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048),
+    *(3072, 4096, 6144, 8192, 12288, 16384),
 )
 """Tokens of such a forward, decode rows included. Matrix products come in tiles of 64 or 128 rows: 272 rows take an
 eighth longer than 256 on an H200, and 576 nearly as long as 640."""
