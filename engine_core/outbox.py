@@ -99,6 +99,7 @@ class _Message:
         "_started",
         "_started_cached",
         "_step",
+        "_steps",
         "_tokens",
         "size",
     )
@@ -106,6 +107,7 @@ class _Message:
     def __init__(self) -> None:
         self.size = 0
         self._step = 0
+        self._steps = 0
         self._rows = 0
         self._accepted: list[bytes] = []
         self._started: list[bytes] = []
@@ -119,6 +121,7 @@ class _Message:
     def merge(self, output: Output, size: int) -> None:
         """Append one output's columns; its logprob rows move by the rows already here."""
         self.size += size
+        self._steps += 1
         self._step = output.step
         if output.accepted:
             self._accepted.append(np.array(output.accepted, "<u8").tobytes())
@@ -145,6 +148,7 @@ class _Message:
             tokens=b"".join(self._tokens),
             prompt_logprobs=self._prompt_logprobs,
             finishes=self._finishes,
+            ack_now=True if self._steps > 1 else None,
         )
         if self._logprobs:
             columns = [b"".join(pieces) for pieces in zip(*self._logprobs, strict=True)]

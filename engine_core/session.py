@@ -87,6 +87,8 @@ class Session:
         self._draw_seed = draw_seed
         self._max_unacked_bytes = max_unacked_bytes
         self._outbox = Outbox(max_message_bytes)
+        self._awaited = 0
+        """The StepOutput that the client has to acknowledge before the next."""
         self._greeted = False
         self._welcome_due = False
         self._state_due: int | None = None
@@ -218,7 +220,7 @@ class Session:
         if self._welcome_due:
             self._welcome_due = False
             return pb.SessionResponse(welcome=pb.Welcome(protocol_version=PROTOCOL_VERSION, info=self._info))
-        output = self._outbox.take()
+        output = self._next_output()
         if output is None and self._state_due is None and now - self._last_write < HEARTBEAT_S:
             return None
         message = pb.SessionResponse(output=output)
@@ -226,6 +228,19 @@ class Session:
             message.MergeFrom(pb.SessionResponse(state=pb.EngineState.Name(self._state_due)))
             self._state_due = None
         return message
+
+    def _next_output(self) -> pb.StepOutput | None:
+        """None also for a client that is still at work on merged steps.
+
+        A message that left now would grow old in its socket, and one more in the transport before it; here, later
+        steps go on merging into it.
+        """
+        if self._outbox.acked < self._awaited:
+            return None
+        output = self._outbox.take()
+        if output is not None and output.ack_now:
+            self._awaited = output.sequence
+        return output
 
     def written(self, now: float) -> None:
         """The transport has taken the message; the next may follow."""

@@ -181,7 +181,8 @@ class Session:
             self._unacked_bytes += message.ByteSize()
         behind = self._received > self._acked
         idle = not message.HasField("output") or not self._sequences
-        if behind and (idle or failed or self._unacked_bytes >= self._ack_bytes):
+        asked = message.output.ack_now
+        if behind and (asked or idle or failed or self._unacked_bytes >= self._ack_bytes):
             self._ack_due = True
             self._on_due()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from typing import Any
 
@@ -15,6 +16,7 @@ from frontend.wire import ProtocolViolation, build_add, prefix_chain
 from tests.unit.scripted_engine import finish, info, step_output
 
 MIB = 1 << 20
+HANG_GUARD_S = 20.0
 
 
 def session(**changes: Any) -> Session:
@@ -137,6 +139,31 @@ def test_the_last_word_is_acknowledged_at_once(end: str) -> None:
     respond(front, step_output(1, finishes=[finish(1, end)]))
     (message,) = everything(front)
     assert message.ack == 1
+
+
+async def test_merged_steps_are_acknowledged_once_they_are_handed_on() -> None:
+    """Red if the engine core, which waits for that, is told late, or before the streams have written what they got."""
+    due, order = asyncio.Event(), list[str]()
+    front = Session(pb.Welcome(protocol_version=1, info=info()), due.set)
+    stream = front.add(add())
+    everything(front)
+    due.clear()
+
+    async def read() -> None:
+        await stream.changed()
+        order.append("read")
+
+    async def write() -> None:
+        await due.wait()
+        (message,) = everything(front)
+        order.append(f"ack {message.ack}")
+
+    tasks = [asyncio.create_task(write()), asyncio.create_task(read())]
+    await asyncio.sleep(0)
+    respond(front, step_output(1, tokens=[(1, 5), (1, 6)], ack_now=True))
+    async with asyncio.timeout(HANG_GUARD_S):
+        await asyncio.gather(*tasks)
+    assert order == ["read", "ack 1"]
 
 
 def test_tokens_of_aborted_requests_are_ignored() -> None:

@@ -364,6 +364,56 @@ def test_acks_make_room() -> None:
         assert session.settled
 
 
+def written_step(session: Session, now: float = 0.0) -> pb.StepOutput | None:
+    """What a transport with room writes at once."""
+    message = session.take(now)
+    if message is None:
+        return None
+    session.written(now)
+    return message.output if message.HasField("output") else None
+
+
+def test_nothing_follows_merged_steps_before_their_ack() -> None:
+    """Red when messages pile up, growing old, in front of a client that can't keep up; or when one that can is made to
+    acknowledge every step."""
+    session = opened()
+    for step in (1, 2):  # one by one: no ack is asked for, and none is waited for
+        session.publish(tokens(step))
+        output = written_step(session)
+        assert output is not None
+        assert (output.step, output.HasField("ack_now")) == (step, False)
+    for step in (3, 4):
+        session.publish(tokens(step))
+    merged = written_step(session)
+    assert merged is not None
+    assert (merged.sequence, merged.step, merged.ack_now) == (3, 4, True)
+    session.publish(tokens(5))
+    session.receive(pb.SessionRequest(ack=2), 0.0)
+    assert written_step(session) is None
+    assert session.take(HEARTBEAT_S) == pb.SessionResponse(), "a heartbeat waits for no ack"
+    session.written(HEARTBEAT_S)
+    session.receive(pb.SessionRequest(ack=3), HEARTBEAT_S)
+    output = written_step(session, HEARTBEAT_S)
+    assert output is not None
+    assert (output.sequence, output.step, output.HasField("ack_now")) == (4, 5, False)
+
+
+def test_a_client_that_never_acknowledges_merged_steps_is_cut_off() -> None:
+    """Red when what waits behind merged steps isn't counted: a frozen frontend would fill the engine core's memory."""
+    session = opened(max_unacked_bytes=16 << 10)
+    session.publish(tokens(1))
+    session.publish(tokens(2))
+    assert written_step(session) is not None
+
+    def flood() -> None:
+        for step in range(3, 1000):
+            session.publish(tokens(step))
+            assert written_step(session) is None
+
+    with pytest.raises(SessionBroken, match="unacknowledged"):
+        flood()
+
+
 def test_acks_may_not_go_back() -> None:
     """Red when an ack below an earlier one passes."""
     session = opened()

@@ -180,7 +180,7 @@ class Welcome(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., info: _Optional[_Union[GetInfoResponse, _Mapping]] = ...) -> None: ...
 
 class StepOutput(_message.Message):
-    __slots__ = ("sequence", "step", "accepted", "started", "started_cached", "numbers", "tokens", "logprobs", "prompt_logprobs", "finishes")
+    __slots__ = ("sequence", "step", "accepted", "started", "started_cached", "numbers", "tokens", "logprobs", "prompt_logprobs", "finishes", "ack_now")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -191,6 +191,7 @@ class StepOutput(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FINISHES_FIELD_NUMBER: _ClassVar[int]
+    ACK_NOW_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     step: int
     accepted: bytes
@@ -201,7 +202,8 @@ class StepOutput(_message.Message):
     logprobs: LogprobColumns
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[PromptLogprobs]
     finishes: _containers.RepeatedCompositeFieldContainer[Finish]
-    def __init__(self, sequence: _Optional[int] = ..., step: _Optional[int] = ..., accepted: _Optional[bytes] = ..., started: _Optional[bytes] = ..., started_cached: _Optional[bytes] = ..., numbers: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., logprobs: _Optional[_Union[LogprobColumns, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., finishes: _Optional[_Iterable[_Union[Finish, _Mapping]]] = ...) -> None: ...
+    ack_now: bool
+    def __init__(self, sequence: _Optional[int] = ..., step: _Optional[int] = ..., accepted: _Optional[bytes] = ..., started: _Optional[bytes] = ..., started_cached: _Optional[bytes] = ..., numbers: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., logprobs: _Optional[_Union[LogprobColumns, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., finishes: _Optional[_Iterable[_Union[Finish, _Mapping]]] = ..., ack_now: _Optional[bool] = ...) -> None: ...
 
 class LogprobColumns(_message.Message):
     __slots__ = ("rows", "sampled", "ranks", "counts", "top_ids", "top_logprobs")
