@@ -227,9 +227,9 @@ class OpenAiApi:
         body = parse_tokenize(decode_object(await exchange.body()))
         self._served.check_model(body.model)
         text = body.input if isinstance(body.input, str) else await self._served.render(body.input)
-        tokenizer = self._served.tokenizer
-        ids = await tokenizer.encode(text, body.add_special_tokens)
-        texts = [tokenizer.token_text(token) for token in ids] if body.return_token_strs else None
+        ids = await self._served.encode(text, body.add_special_tokens)
+        token_text = self._served.tokenizer.token_text
+        texts = [token_text(token) for token in ids] if body.return_token_strs else None
         shape = {
             "count": len(ids),
             "max_model_len": self._served.max_model_len,

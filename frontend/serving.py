@@ -214,11 +214,14 @@ class Served:
         """The ids of a prompt.
 
         Raises ApiError (INVALID_ARGUMENT) for text that has no UTF-8 form, and before any work for text that can't fit
-        even if all its tokens were the longest one: a minute of a core for what is refused then is too much.
+        even if all its tokens were the longest one: a minute of a core for what is refused then is too much. What can
+        fit is only known once the engine core was reached (UNAVAILABLE before).
         """
         length = self.max_model_len
+        if not length:
+            raise ApiError(Code.UNAVAILABLE, "the engine core is not there yet", retry_after_s=1.0)
         most = length * self.tokenizer.longest_token
-        if most and len(text) > most:
+        if len(text) > most:
             raise ApiError(
                 Code.INVALID_ARGUMENT,
                 f"the prompt has {len(text)} characters; the context of {length} tokens holds at most {most}",

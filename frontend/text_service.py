@@ -69,7 +69,7 @@ class TextService(text_pb2_grpc.TextServicer):
         chat = _chat(request.chat, asked_tools(request.chat)) if is_chat else None
         text = request.prompt if chat is None else await self._served.render(chat)
         special = request.add_special_tokens if request.HasField("add_special_tokens") else not is_chat
-        ids = await self._served.tokenizer.encode(text, special)
+        ids = await self._served.encode(text, special)
         return text_pb2.TokenizeResponse(ids=ids, max_model_len=self._served.max_model_len)
 
     @with_status

@@ -468,3 +468,17 @@ async def test_ids_that_the_model_does_not_have_are_refused(site: Site, token: i
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tokens")
     assert (echoed.status_code, echoed.json()["error"]["param"]) == (400, "prompt")
     assert await post(site, "/detokenize", {"tokens": [4095]}) is not None
+
+
+async def test_tokenize_is_bounded(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if text that no prompt may have is tokenized because nothing is generated from it: a minute of a core."""
+    longest = 2048 * site.tokenizer.longest_token
+    monkeypatch.setattr(site.tokenizer, "encode_inline", lambda *_: [1])
+    async with site.client() as client:
+        for body in ({"prompt": "a" * (longest + 1)}, {"messages": [{"role": "user", "content": "a" * longest}]}):
+            refused = await client.post("/tokenize", json=body)
+            assert refused.status_code == 400
+            assert "the context of 2048 tokens holds at most" in refused.json()["error"]["message"]
+        site.engine.info = None
+        assert (await client.post("/tokenize", json={"prompt": "a"})).status_code == 503
+    assert (await post(Site(), "/tokenize", {"prompt": "a" * longest}))["count"] > 1

@@ -299,3 +299,12 @@ async def test_port_taken(front: Front) -> None:
     port = int(front.address.rsplit(":", 1)[1])
     with pytest.raises(ConfigError, match="--grpc-port"):
         listeners.grpc_server("127.0.0.1", port, TextService(front.site.served, str), front.health, 1 << 20)
+
+
+async def test_tokenize_is_bounded(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if text that no prompt may have is tokenized because nothing is generated from it."""
+    longest = 2048 * front.site.tokenizer.longest_token
+    monkeypatch.setattr(front.site.tokenizer, "encode_inline", lambda *_: [1])
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await front.text.Tokenize(pb.TokenizeRequest(prompt="a" * (longest + 1)))
+    assert (caught.value.code(), reason(caught.value)) == (grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_EXCEEDED")
