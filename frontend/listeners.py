@@ -40,8 +40,10 @@ HEAD_S = 30.0
 """For the request line and headers to arrive, from the connection or from the request's first byte."""
 MAX_HEAD_BYTES = 64 << 10
 MAX_UNWANTED_BYTES = 32 << 20
-STOP_S = 2
-"""How long connections may take to close once nothing is served any more."""
+STOP_S = 1
+"""How long connections may take to close once nothing is served any more; then they are cut."""
+CUT_S = 1
+"""For the calls on those to notice."""
 GATEWAY_PINGS = (
     # A gateway pings every 30 s, also through a long silent prefill; by default that is too often and costs the
     # connection, with all calls on it.
@@ -212,7 +214,7 @@ class HttpListener(uvicorn.Server):
             proxy_headers=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=STOP_S,
+            timeout_graceful_shutdown=STOP_S + CUT_S,
         )
         config.load()
         config.ssl = tls
@@ -238,11 +240,18 @@ class HttpListener(uvicorn.Server):
         return self._running
 
     async def stop(self) -> None:
-        """Close the listener and the connections, at once where nothing is being answered."""
+        """Close the listener and the connections, at once where nothing is being answered.
+
+        A client who reads no further is cut off: what is still to be written for it would wait for ever.
+        """
         self.should_exit = True
         self._stopping.set()
-        if self._running is not None:
-            await asyncio.wait((self._running,))
+        if self._running is None:
+            return
+        _, late = await asyncio.wait((self._running,), timeout=STOP_S)
+        for connection in list(self.server_state.connections) if late else ():
+            connection.transport.abort()
+        await asyncio.wait((self._running,))
 
 
 def grpc_server(
