@@ -40,6 +40,8 @@ class Flag:
     field: str
     kind: Callable[[str], Any] | None
     """Parses the value; None: a switch with a --no- form."""
+    metavar: str
+    """What the help calls the value; empty for a switch."""
     help: str
     aliases: tuple[str, ...] = ()
 
@@ -54,47 +56,67 @@ def size(text: str) -> int:
 
 
 FLAGS = (
-    Flag("model", str, "folder with config.json, or a repository id"),
-    Flag("device", str, "cpu, cuda, cuda:N or fake"),
-    Flag("dtype", str, "auto, float32 or bfloat16; auto: float32 on cpu, the checkpoint's elsewhere"),
-    Flag("load_format", str, "auto, safetensors or dummy (random weights)"),
-    Flag("max_model_len", int, "tokens of prompt + output; default: the model's, cut to what the KV cache holds"),
-    Flag("max_num_seqs", int, "sequences running at once"),
-    Flag("max_num_batched_tokens", int, "tokens a step, decode rows included"),
-    Flag("page_size", int, "tokens a KV page", ("--block-size",)),
+    Flag("model", str, "MODEL", "folder with config.json, or a repository id"),
+    Flag("device", str, "DEVICE", "cpu, cuda, cuda:N or fake"),
+    Flag("dtype", str, "DTYPE", "auto, float32 or bfloat16; auto: float32 on cpu, the checkpoint's elsewhere"),
+    Flag("load_format", str, "FORMAT", "auto, safetensors or dummy (random weights)"),
+    Flag("max_model_len", int, "N", "tokens of prompt + output; default: the model's, cut to what the KV cache holds"),
+    Flag("max_num_seqs", int, "N", "sequences running at once"),
+    Flag("max_num_batched_tokens", int, "N", "tokens a step, decode rows included"),
+    Flag("page_size", int, "N", "tokens a KV page", ("--block-size",)),
     Flag(
-        "kv_cache_memory", size, "size of the KV cache, e.g. 4GiB; default on cpu: 1GiB", ("--kv-cache-memory-bytes",)
+        "kv_cache_memory",
+        size,
+        "BYTES",
+        "size of the KV cache, e.g. 4GiB; default on cpu: 1GiB",
+        ("--kv-cache-memory-bytes",),
     ),
-    Flag("gpu_memory_utilization", float, "share of the GPU's memory for weights and KV cache"),
-    Flag("enable_prefix_caching", None, "keep prompts' KV pages for later requests"),
-    Flag("async_depth", int, "steps in flight, 1 to 3"),
-    Flag("max_queue", int, "sequences waiting at once; more are refused"),
-    Flag("tensor_parallel_size", int, "workers that share the model", ("-tp",)),
-    Flag("decode_overlap", str, "lane of prefill beside decode: off, stream, green or auto"),
-    Flag("decode_sms", int, "SMs of decode while a prefill is in flight, for green and auto"),
+    Flag("gpu_memory_utilization", float, "FRACTION", "share of the GPU's memory for weights and KV cache"),
+    Flag("enable_prefix_caching", None, "", "keep prompts' KV pages for later requests"),
+    Flag("async_depth", int, "N", "steps in flight, 1 to 3"),
+    Flag("max_queue", int, "N", "sequences waiting at once; more are refused"),
+    Flag("tensor_parallel_size", int, "N", "workers that share the model", ("-tp",)),
+    Flag("decode_overlap", str, "MODE", "lane of prefill beside decode: off, stream, green or auto"),
+    Flag("decode_sms", int, "N", "SMs of decode while a prefill is in flight, for green and auto"),
     Flag(
         "itl_target_ms",
         float,
+        "MS",
         "what a decode step may take beside prefill, for auto; default: 1.95 times its lone pace",
     ),
-    Flag("ttft_target_ms", float, "how long prompts may wait before decode gives way, for auto; default: 400"),
-    Flag("staged_inputs", str, "on: the next step's inputs are filled while this one runs; off: only when it is over"),
-    Flag("threads", int, "CPU threads of a worker; default: the cores it may use"),
-    Flag("gpu_wait_timeout", float, "seconds that one step may take on a worker"),
-    Flag("worker_timeout", float, "seconds of silence after which a worker counts as frozen"),
-    Flag("start_timeout", float, "seconds for a worker to load the model"),
-    Flag("drain_timeout", float, "seconds for open requests to finish after SIGTERM; then they are aborted"),
-    Flag("worker_address", str, "unix:/path to listen on for a worker started by hand; default: one is started"),
-    Flag("crash_dir", str, "folder for crash reports; default: none are written"),
-    Flag("step_log", str, "file for what the worker did when (see greenlane trace); default: none is written"),
-    Flag("address", str, "unix:/path or host:port of gRPC; port 0: any free one"),
-    Flag("ssl_keyfile", str, "PEM key of gRPC's certificate; read again when it changes"),
-    Flag("ssl_certfile", str, "PEM certificate of gRPC, its chain behind it"),
-    Flag("ssl_ca_certs", str, "PEM certificates; clients must show one that these signed"),
-    Flag("api_key_file", str, "file of bearer tokens, one a line; calls must bring one; read again when it changes"),
-    Flag("insecure_listen", None, "listen beyond this machine without TLS, tokens or client certificates"),
-    Flag("otlp_traces_endpoint", str, "http://host:port of an OpenTelemetry collector; default: no traces"),
-    Flag("log_level", str, ", ".join(LEVELS)),
+    Flag("ttft_target_ms", float, "MS", "how long prompts may wait before decode gives way, for auto; default: 400"),
+    Flag(
+        "staged_inputs",
+        str,
+        "MODE",
+        "on: the next step's inputs are filled while this one runs; off: only when it is over",
+    ),
+    Flag("threads", int, "N", "CPU threads of a worker; default: the cores it may use"),
+    Flag("gpu_wait_timeout", float, "SECONDS", "seconds that one step may take on a worker"),
+    Flag("worker_timeout", float, "SECONDS", "seconds of silence after which a worker counts as frozen"),
+    Flag("start_timeout", float, "SECONDS", "seconds for a worker to load the model"),
+    Flag("drain_timeout", float, "SECONDS", "seconds for open requests to finish after SIGTERM; then they are aborted"),
+    Flag(
+        "worker_address",
+        str,
+        "ADDRESS",
+        "unix:/path to listen on for a worker started by hand; default: one is started",
+    ),
+    Flag("crash_dir", str, "FOLDER", "folder for crash reports; default: none are written"),
+    Flag("step_log", str, "FILE", "file for what the worker did when (see greenlane trace); default: none is written"),
+    Flag("address", str, "ADDRESS", "unix:/path or host:port of gRPC; port 0: any free one"),
+    Flag("ssl_keyfile", str, "FILE", "PEM key of gRPC's certificate; read again when it changes"),
+    Flag("ssl_certfile", str, "FILE", "PEM certificate of gRPC, its chain behind it"),
+    Flag("ssl_ca_certs", str, "FILE", "PEM certificates; clients must show one that these signed"),
+    Flag(
+        "api_key_file",
+        str,
+        "FILE",
+        "file of bearer tokens, one a line; calls must bring one; read again when it changes",
+    ),
+    Flag("insecure_listen", None, "", "listen beyond this machine without TLS, tokens or client certificates"),
+    Flag("otlp_traces_endpoint", str, "URL", "http://host:port of an OpenTelemetry collector; default: no traces"),
+    Flag("log_level", str, "LEVEL", ", ".join(LEVELS)),
 )
 
 
@@ -144,7 +166,10 @@ def engine(arguments: list[str]) -> int:
 def parser() -> argparse.ArgumentParser:
     """Every field of EngineConfig as a flag, and what only a supervisor or a script says."""
     out = Parser(
-        prog="greenlane engine", description="Engine core: token ids over gRPC, one worker.", allow_abbrev=False
+        prog="greenlane engine",
+        usage="greenlane engine --model MODEL [FLAGS]",
+        description="Engine core: token ids over gRPC, one worker.",
+        allow_abbrev=False,
     )
     defaults = {field.name: field for field in msgspec.structs.fields(EngineConfig)}
     for flag in FLAGS:
@@ -162,13 +187,14 @@ def parser() -> argparse.ArgumentParser:
                 type=flag.kind,
                 required=required,
                 default=None if required else default,
-                metavar=flag.kind.__name__.upper(),
+                metavar=flag.metavar,
                 help=flag.help + shown,
             )
     out.add_argument("--check-flags", action="store_true", help="check flags and model configuration, start nothing")
-    out.add_argument("--ready-fd", type=int, help="descriptor that gets one JSON line once the engine serves")
-    out.add_argument("--alive-fd", type=int, help="descriptor that gets a byte a second while the process is alive")
-    out.add_argument("--parent-pid", type=int, help="process without which the engine core must not live")
+    watcher = out.add_argument_group("for whoever starts and watches it")
+    watcher.add_argument("--ready-fd", type=int, metavar="FD", help="gets one JSON line once the engine serves")
+    watcher.add_argument("--alive-fd", type=int, metavar="FD", help="gets a byte a second while the process is alive")
+    watcher.add_argument("--parent-pid", type=int, metavar="PID", help="process without which this one must not live")
     return out
 
 

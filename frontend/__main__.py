@@ -71,10 +71,15 @@ def _check_files(config: FrontendConfig) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The fields of FrontendConfig as flags, and what only a supervisor says."""
-    out = Parser(prog="greenlane frontend", description="OpenAI HTTP and text gRPC.", allow_abbrev=False)
+    out = Parser(
+        prog="greenlane frontend",
+        usage="greenlane frontend --model MODEL --engine-address ADDRESS [FLAGS]",
+        description="OpenAI HTTP and text gRPC.",
+        allow_abbrev=False,
+    )
     defaults = {field.name: field.default for field in dataclasses.fields(FrontendConfig)}
 
-    def add(name: str, kind: type, text: str) -> None:
+    def add(name: str, kind: type, metavar: str, text: str) -> None:
         default = defaults[name]
         required = default is dataclasses.MISSING
         shown = "" if required or default is None else f" (default: {default})"
@@ -83,14 +88,15 @@ def parser() -> argparse.ArgumentParser:
             type=kind,
             required=required,
             default=None if required else default,
-            metavar=kind.__name__.upper(),
+            metavar=metavar,
             help=text + shown,
         )
 
-    add("model", str, "folder with tokenizer.json, or a repository id")
+    add("model", str, "MODEL", "folder with tokenizer.json, or a repository id")
     add(
         "engine_address",
         str,
+        "ADDRESS",
         "unix:/path or host:port of the engine core; of several, separated by commas",
     )
     out.add_argument(
@@ -101,40 +107,56 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="names that requests use; default: the model as given",
     )
-    add("host", str, "address of HTTP and gRPC")
-    add("port", int, "HTTP port; 0: any free one")
-    add("grpc_port", int, "text gRPC port; 0: any free one")
-    add("vllm_grpc_port", int, "VllmEngine gRPC port, for gateways like smg; 0: any free one; default: not served")
-    add("vllm_grpc_host", str, "address of VllmEngine gRPC, which knows neither TLS nor tokens")
-    add("max_body_bytes", int, "largest HTTP body or gRPC message")
-    add("engine_timeout", float, "seconds of silence after which the engine core counts as frozen")
-    add("request_timeout", float, "deadline in seconds of requests that bring none; default: none")
-    add("ssl_keyfile", str, "PEM key of the certificate; read again when it changes")
-    add("ssl_certfile", str, "PEM certificate of HTTP and gRPC, its chain behind it")
-    add("ssl_ca_certs", str, "PEM certificates; clients must show one that these signed")
-    add("api_key_file", str, "file of bearer tokens, one a line; calls must bring one; read again when it changes")
+    add("host", str, "ADDRESS", "address of HTTP and gRPC")
+    add("port", int, "PORT", "HTTP port; 0: any free one")
+    add("grpc_port", int, "PORT", "text gRPC port; 0: any free one")
+    add(
+        "vllm_grpc_port",
+        int,
+        "PORT",
+        "VllmEngine gRPC port, for gateways like smg; 0: any free one; default: not served",
+    )
+    add("vllm_grpc_host", str, "ADDRESS", "address of VllmEngine gRPC, which knows neither TLS nor tokens")
+    add("max_body_bytes", int, "BYTES", "largest HTTP body or gRPC message")
+    add("engine_timeout", float, "SECONDS", "seconds of silence after which the engine core counts as frozen")
+    add("request_timeout", float, "SECONDS", "deadline in seconds of requests that bring none; default: none")
+    add("ssl_keyfile", str, "FILE", "PEM key of the certificate; read again when it changes")
+    add("ssl_certfile", str, "FILE", "PEM certificate of HTTP and gRPC, its chain behind it")
+    add("ssl_ca_certs", str, "FILE", "PEM certificates; clients must show one that these signed")
+    add(
+        "api_key_file",
+        str,
+        "FILE",
+        "file of bearer tokens, one a line; calls must bring one; read again when it changes",
+    )
     out.add_argument(
         "--insecure-listen",
         action=argparse.BooleanOptionalAction,
         default=False,
         help="listen beyond this machine without TLS, tokens or client certificates",
     )
-    add("engine_tls_ca_certs", str, "PEM certificates that signed the engine core's: speak TLS with it")
-    add("engine_tls_certfile", str, "PEM certificate to show to the engine core")
-    add("engine_tls_keyfile", str, "PEM key of that certificate")
-    add("engine_api_key_file", str, "file whose first bearer token is sent to the engine core")
-    add("drain_timeout", float, "seconds for open requests to finish after SIGTERM; then they are cut off")
-    add("otlp_traces_endpoint", str, "http://host:port of an OpenTelemetry collector; default: no traces")
-    add("log_level", str, ", ".join(LOG_LEVELS))
+    add("engine_tls_ca_certs", str, "FILE", "PEM certificates that signed the engine core's: speak TLS with it")
+    add("engine_tls_certfile", str, "FILE", "PEM certificate to show to the engine core")
+    add("engine_tls_keyfile", str, "FILE", "PEM key of that certificate")
+    add("engine_api_key_file", str, "FILE", "file whose first bearer token is sent to the engine core")
+    add("drain_timeout", float, "SECONDS", "seconds for open requests to finish after SIGTERM; then they are cut off")
+    add("otlp_traces_endpoint", str, "URL", "http://host:port of an OpenTelemetry collector; default: no traces")
+    add("log_level", str, "LEVEL", ", ".join(LOG_LEVELS))
     out.add_argument("--check-flags", action="store_true", help="check the flags, start nothing")
-    out.add_argument("--ready-fd", type=int, help="descriptor that gets one JSON line once requests are served")
-    out.add_argument("--alive-fd", type=int, help="descriptor that gets a byte a second while the process is alive")
-    out.add_argument("--parent-pid", type=int, help="process without which the frontend must not live")
-    out.add_argument("--engine-restarts", action="store_true", help="a lost engine core is started again by somebody")
-    out.add_argument("--peers", help="private folder for the sockets of frontends that share these ports")
-    out.add_argument("--place", type=int, default=1, help="which of these it is, from 1")
-    out.add_argument("--places", type=int, default=1, help="how many there are")
+    _add_for_supervisors(out.add_argument_group("for whoever starts and watches it"))
     return out
+
+
+def _add_for_supervisors(out: argparse._ArgumentGroup) -> None:
+    out.add_argument("--ready-fd", type=int, metavar="FD", help="gets one JSON line once requests are served")
+    out.add_argument("--alive-fd", type=int, metavar="FD", help="gets a byte a second while the process is alive")
+    out.add_argument("--parent-pid", type=int, metavar="PID", help="process without which this one must not live")
+    out.add_argument("--engine-restarts", action="store_true", help="a lost engine core is started again by somebody")
+    out.add_argument(
+        "--peers", metavar="FOLDER", help="private folder for the sockets of frontends that share these ports"
+    )
+    out.add_argument("--place", type=int, default=1, metavar="N", help="which of these it is, from 1")
+    out.add_argument("--places", type=int, default=1, metavar="N", help="how many there are")
 
 
 def read_config(options: argparse.Namespace) -> FrontendConfig:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import inspect
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -133,7 +133,12 @@ FLAGS = (
         "0.9",
     ),
     Flag("page-size", To.ENGINE, "Memory", "Tokens a KV page", "N", "16", aliases=("--block-size",)),
-    Flag("enable-prefix-caching", To.ENGINE, "Memory", "Keep prompts' KV pages for later requests; default: enabled"),
+    Flag(
+        "enable-prefix-caching",
+        To.ENGINE,
+        "Memory",
+        "Keep prompts' KV pages for later requests, unless --no-enable-prefix-caching",
+    ),
     Flag("host", To.FRONTEND, "Server", "Address of HTTP and text gRPC", "ADDRESS", "127.0.0.1"),
     Flag("port", To.FRONTEND, "Server", "HTTP port; 0: any free one", "PORT", "8000"),
     Flag("grpc-port", To.FRONTEND, "Server", "Text gRPC port; 0: any free one", "PORT", "50051"),
@@ -276,13 +281,15 @@ def _from_toml(path: Path, flag: Flag, item: Any) -> Value:
 def takes_flags(run: Callable[[dict[str, Value], Path | None, int | None], None]) -> Callable[..., None]:
     """A typer command with every flag of the table, `--config` and a hidden `--ready-fd`, around `run(given, …)`."""
     config_flag = typer.Option("--config", metavar="FILE", help="TOML file of these flags; flags given here win")
-    parameters = [_parameter(flag) for flag in FLAGS]
+    spellings = {spelling.key: spelling for spelling in SPELLINGS}
+    parameters = [spelling.parameter() for spelling in SPELLINGS]
     parameters.append(_option("config", Path | None, config_flag))
     parameters.append(_option("ready_fd", int | None, typer.Option("--ready-fd", hidden=True)))
 
     def command(**arguments: Any) -> None:
         config, ready_fd = arguments.pop("config"), arguments.pop("ready_fd")
-        run({key: value for key, value in arguments.items() if value not in (None, [])}, config, ready_fd)
+        chosen = [(spellings[key], value) for key, value in arguments.items() if value not in (None, [])]
+        run(_given(chosen), config, ready_fd)
 
     command.__doc__ = run.__doc__
     # typer reads a command's options from its signature and annotations.
@@ -291,16 +298,50 @@ def takes_flags(run: Callable[[dict[str, Value], Path | None, int | None], None]
     return command
 
 
-def _parameter(flag: Flag) -> inspect.Parameter:
-    option = typer.Option(
-        f"--{flag.name}" if flag.metavar else f"--{flag.name}/--no-{flag.name}",
-        *flag.aliases,
-        metavar=flag.metavar,
-        help=f"{flag.help} (default: {flag.default})" if flag.default else flag.help,
-        rich_help_panel=flag.panel,
-    )
-    kind: Any = list[str] if flag.repeated else str if flag.metavar else bool
-    return _option(flag.key, kind | None, option)
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """One way to write a flag. The help shows the first of them: with all, 80 columns would cut every name."""
+
+    flag: Flag
+    text: str
+    shown: bool = False
+    negative: bool = False
+    """Of a switch: it is off."""
+
+    @property
+    def key(self) -> str:
+        return self.text.strip("-").replace("-", "_")
+
+    def parameter(self) -> inspect.Parameter:
+        flag = self.flag
+        option = typer.Option(
+            self.text,
+            metavar=flag.metavar,
+            help=f"{flag.help} (default: {flag.default})" if flag.default else flag.help,
+            rich_help_panel=flag.panel,
+            hidden=not self.shown,
+        )
+        kind: Any = list[str] if flag.repeated else str if flag.metavar else bool
+        return _option(self.key, kind | None, option)
+
+
+def _spellings(flag: Flag) -> list[Spelling]:
+    named = [Spelling(flag, f"--{flag.name}", shown=True), *(Spelling(flag, alias) for alias in flag.aliases)]
+    return named if flag.metavar else [*named, Spelling(flag, f"--no-{flag.name}", negative=True)]
+
+
+SPELLINGS = [spelling for flag in FLAGS for spelling in _spellings(flag)]
+
+
+def _given(chosen: Sequence[tuple[Spelling, Value]]) -> dict[str, Value]:
+    """The flags on a command line, by key. Refuses one that is written in two ways."""
+    given: dict[str, Value] = {}
+    for spelling, value in chosen:
+        key = spelling.flag.key
+        if key in given:
+            raise typer.BadParameter(f"{spelling.text} is another word for --{spelling.flag.name}: give one of them")
+        given[key] = not value if spelling.negative else value
+    return given
 
 
 def _option(name: str, kind: Any, option: Any) -> inspect.Parameter:

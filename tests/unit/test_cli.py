@@ -226,11 +226,44 @@ def test_help_needs_nothing_heavy() -> None:
 
 
 def test_serve_help_shows_every_flag() -> None:
-    """Red if a flag of the table is missing from the help that a person reads."""
-    result = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200"})
+    """Red if a flag of the table is missing from the help that a person reads, or cut in a terminal of 80 columns."""
+    result = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "80"})
     assert result.exit_code == 0
+    assert "…" not in result.output
     missing = [flag.name for flag in FLAGS if f"--{flag.name}" not in result.output]
     assert missing == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "value"),
+    [
+        (["--page-size=32"], "page_size", "32"),
+        (["--block-size", "32"], "page_size", "32"),
+        (["-tp", "2"], "tensor_parallel_size", "2"),
+        (["--enable-prefix-caching"], "enable_prefix_caching", True),
+        (["--no-enable-prefix-caching"], "enable_prefix_caching", False),
+        (["--served-model-name=a", "--served-model-name=b"], "served_model_name", ["a", "b"]),
+    ],
+)
+def test_every_spelling(monkeypatch: pytest.MonkeyPatch, arguments: list[str], key: str, value: Value) -> None:
+    """Red if another server's name of a flag, or a switch's off, which the help doesn't show, is lost."""
+    taken: list[object] = []
+
+    def serve(given: dict[str, Value], config: Path | None, ready_fd: int | None) -> int:
+        taken.append(given)
+        return 0
+
+    monkeypatch.setattr("frontend.serve.serve", serve)
+    assert CliRunner().invoke(app, ["serve", *arguments]).exit_code == 0
+    assert taken == [{key: value}]
+
+
+def test_two_spellings_of_one_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if one of two values is taken in silence."""
+    monkeypatch.setattr("frontend.serve.serve", lambda *given: 0)
+    result = CliRunner().invoke(app, ["serve", "--page-size=16", "--block-size=32"])
+    assert result.exit_code == 2
+    assert "--block-size is another word for --page-size" in result.output
 
 
 @pytest.mark.parametrize("command", ["engine", "frontend", "worker"])
