@@ -294,6 +294,8 @@ class ZmqExecutor:
         except ProtocolViolation as error:
             raise EngineDead("worker 0 broke the protocol") from error
         if isinstance(body, Farewell):
+            if self._process is not None and not self._ready:
+                self._process.wait(EXIT_GRACE_S)  # it ends by itself; nobody waits for answers yet
             if body.config_error and not self._ready:
                 raise ConfigError(body.cause)
             raise EngineDead(f"worker 0 aborted: {body.cause}")

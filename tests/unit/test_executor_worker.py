@@ -193,10 +193,16 @@ def test_wait_ends_when_the_inbox_wakes_it(rig: Rig) -> None:
 # ------------------------------ start
 
 
-def test_a_setting_that_the_worker_refuses_is_a_config_error(rig: Rig) -> None:
-    """Red when a missing shard looks like a crash, which a supervisor would restart again and again."""
+def test_a_setting_that_the_worker_refuses_is_a_config_error(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    """Red when a missing shard looks like a crash, which a supervisor would restart again and again, or the log says
+    of a worker that said no and left that it was killed."""
+    caplog.set_level("INFO")
+    executor = rig.executor("config-error")
     with pytest.raises(ConfigError, match=r"model\.safetensors is missing"):
-        rig.executor("config-error").start(CONFIG, lambda loading: None)
+        executor.start(CONFIG, lambda loading: None)
+    executor.kill()
+    (ended,) = [record for record in caplog.records if record.message == "worker_ended"]
+    assert vars(ended)["fields"]["how"] == "exited with status 2"
 
 
 @pytest.mark.parametrize(
