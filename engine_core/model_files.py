@@ -32,5 +32,21 @@ def find_model(model: str, patterns: Sequence[str]) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=list(patterns)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().split("\n", 1)[0]
-        raise ConfigError(f"--model {model}: no such folder, and the repository can't be had: {reason}") from error
+        raise ConfigError(f"--model {model}: no such folder, and {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """Why a repository can't be had, for people: the library's own texts speak of its classes."""
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    if isinstance(error, GatedRepoError):
+        return "the repository must be asked for on the model hub: accept its terms, then `hf auth login`"
+    if isinstance(error, RepositoryNotFoundError):
+        return "the model hub has no such repository, or shows it to others only: `hf auth login`"
+    if isinstance(error, LocalEntryNotFoundError):
+        return "the repository isn't in the local cache and the model hub can't be reached"
+    if isinstance(error, HfHubHTTPError):
+        return f"the model hub answered with status {error.response.status_code}"
+    if isinstance(error, OSError):
+        return f"its files can't be kept: {error.strerror}"
+    return "its name is none that the model hub has"

@@ -248,7 +248,8 @@ def read_config_file(path: Path) -> dict[str, Value]:
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--config {path} can't be read: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"--config {path} can't be read: {reason}") from error
     known = {
         name: flag for flag in FLAGS for name in (flag.name, flag.key, *(each.lstrip("-") for each in flag.aliases))
     }

@@ -42,8 +42,8 @@ def resolve(model: str) -> Path:
         return Path(snapshot_download(model, allow_patterns=list(FILES)))
     except Exception as error:  # the library raises many unrelated types
         raise ConfigError(
-            f"--model {model!r} is neither a folder nor a repository that huggingface-hub could provide "
-            f"({type(error).__name__}); give a folder with tokenizer.json, or check the name and the network"
+            f"--model {model!r} is neither a folder nor a repository that huggingface-hub could provide; "
+            "give a folder with tokenizer.json, or check the name and the network"
         ) from error
 
 
