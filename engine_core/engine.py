@@ -106,6 +106,7 @@ class Engine:
         self._end(self._scheduler.expire(now))
         for result in self._executor.collect():
             self._commit(self._apply(result))
+        self._scheduler.release(self._executor.caught_up())
         self._see_to_grammars()
         while (plan := self._scheduler.schedule()) is not None:
             self._executor.submit(plan)

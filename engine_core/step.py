@@ -11,7 +11,7 @@ import enum
 
 import msgspec
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 """Of everything in this file and in `executor/channel.py`; both ends refuse any other."""
 MAX_CHUNKS = 32
 """Chunks of one plan: what a worker plans attention for, whose host cost grows with it."""
@@ -139,6 +139,9 @@ class PrefillResult(msgspec.Struct, array_like=True, frozen=True):
     """The chunks failed after quiescence was proven: the whole cause chain. `tokens` is empty then."""
     busy_us: int = 0
     """On the prefill lane, µs: from its launch until its completion was found. 0 for chunks that share a forward."""
+    late: list[int] = []
+    """Slots of rows that drew nothing behind their last chunk, as in `StepResult.late`: `tokens` has none for them, and
+    their chunks count as one token shorter."""
 
 
 class StepResult(msgspec.Struct, array_like=True, frozen=True):
@@ -146,7 +149,7 @@ class StepResult(msgspec.Struct, array_like=True, frozen=True):
 
     step: int
     tokens: bytes
-    """int32 LE, one for each decode row in plan order."""
+    """int32 LE, one for each decode row in plan order but those in `late`."""
     logprobs: LogprobBlock | None
     prefills: list[PrefillResult]
     """Prefill batches proven complete since the previous result: this plan's own when they share its forward."""
@@ -162,6 +165,9 @@ class StepResult(msgspec.Struct, array_like=True, frozen=True):
     refused: list[tuple[int, str]] = []
     """(slot, cause) of rows, also of reported prefills, whose grammar allows no token any more: it became too complex.
     Their tokens here mean nothing."""
+    late: list[int] = []
+    """Slots of decode rows that weren't in the forward, since what their grammars allow next wasn't known yet: they are
+    where they were, save for pages appended. The worker says when they may be planned again (`CaughtUp`)."""
 
 
 class GrammarPrepared(msgspec.Struct, array_like=True, frozen=True):

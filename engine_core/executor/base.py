@@ -30,6 +30,12 @@ class Executor(Protocol):
     def prepared(self) -> list[GrammarPrepared]:
         """Outcomes that came with what `collect` has taken, possibly none."""
 
+    def caught_up(self) -> list[int]:
+        """Slots of late rows that may be planned again, which came with what `collect` has taken; possibly none.
+
+        A slot may have got another row meanwhile, which is planned as well then: at worst it is late again.
+        """
+
     def forget(self, key: int) -> None:
         """No row will start with this grammar any more."""
 

@@ -75,6 +75,12 @@ class Prepared(msgspec.Struct, tag="prepared", array_like=True, frozen=True):
     outcome: GrammarPrepared
 
 
+class CaughtUp(msgspec.Struct, tag="caught_up", array_like=True, frozen=True):
+    """Rows that an earlier result named as late may be planned again."""
+
+    slots: list[int]
+
+
 class Forget(msgspec.Struct, tag="forget", array_like=True, frozen=True):
     """No row will start with this grammar any more."""
 
@@ -112,6 +118,7 @@ Body = (
     | Result
     | Prepare
     | Prepared
+    | CaughtUp
     | Forget
     | Quiesce
     | Quiesced

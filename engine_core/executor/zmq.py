@@ -21,6 +21,7 @@ from engine_core.config import WorkerConfig
 from engine_core.errors import ConfigError, EngineDead, ProtocolViolation
 from engine_core.executor.channel import (
     Body,
+    CaughtUp,
     Configure,
     Farewell,
     Forget,
@@ -99,6 +100,7 @@ class ZmqExecutor:
         self._outstanding: deque[int] = deque()
         self._waiting_since = 0.0
         self._prepared: list[GrammarPrepared] = []
+        self._caught_up: list[int] = []
         self._quiesce_token = 0
         self._quiesced_token = 0
         self._quiesce_since = 0.0
@@ -185,6 +187,8 @@ class ZmqExecutor:
                 self._quiesced_token = self._checked_token(body.token)
             elif isinstance(body, Prepared):
                 self._prepared.append(body.outcome)
+            elif isinstance(body, CaughtUp):
+                self._caught_up += body.slots
             else:
                 raise self._broken(f"{type(body).__name__} arrived while serving")
         if self._lost:
@@ -201,6 +205,10 @@ class ZmqExecutor:
     def prepared(self) -> list[GrammarPrepared]:
         prepared, self._prepared = self._prepared, []
         return prepared
+
+    def caught_up(self) -> list[int]:
+        slots, self._caught_up = self._caught_up, []
+        return slots
 
     def forget(self, key: int) -> None:
         self._send(Forget(key))

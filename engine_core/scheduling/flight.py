@@ -120,7 +120,7 @@ class InFlight:
     def observed(self, result: StepResult) -> list[Observed]:
         """What the result of the oldest plan says of the time that its work took; before the plan lands."""
         flight, seen = self._flights[0] if self._flights else None, []
-        if flight is not None and flight.timed and result.error is None:
+        if flight is not None and flight.timed and result.error is None and not result.late:
             assert flight.load is not None
             tokens = sum(chunk.length for chunk in flight.chunks)
             beside = self.batch is not None and self.batch.step < flight.step
@@ -152,7 +152,9 @@ class InFlight:
             return f"the worker answered step {result.step}"
         if result.primary_complete < result.step:
             return f"its proof covers the primary lane up to step {result.primary_complete} only"
-        expected = 0 if result.error is not None else flight.rows.slots.size
+        expected = 0 if result.error is not None else flight.rows.slots.size - len(result.late)
+        if not set(result.late) <= set(flight.rows.slots.tolist()):
+            return f"late rows in slots {result.late} weren't planned"
         if len(result.tokens) != 4 * expected:
             return f"{len(result.tokens)} bytes of tokens answer {expected} rows"
         problem = _logprob_problem(result.logprobs, expected)
@@ -195,7 +197,10 @@ def _chunks_problem(flight: Flight, result: StepResult) -> str | None:
 
 
 def _prefill_problem(prefill: PrefillResult, chunks: list[Chunk]) -> str | None:
-    expected = 0 if prefill.error is not None else sum(chunk.last for chunk in chunks)
+    lasts = [chunk.slot for chunk in chunks if chunk.last]
+    expected = 0 if prefill.error is not None else len(lasts) - len(prefill.late)
+    if not set(prefill.late) <= set(lasts):
+        return f"late rows in slots {prefill.late} weren't to draw"
     if len(prefill.tokens) != 4 * expected:
         return f"{len(prefill.tokens)} bytes of tokens answer {expected} finished prompts"
     slots = [chunk.slot for chunk in chunks]

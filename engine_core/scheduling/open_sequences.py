@@ -70,10 +70,15 @@ class OpenSequences:
         """Ids known of a sequence, prompt included."""
         return int(self.residency.rows.known[sequence.slot]) if sequence.slot >= 0 else sequence.stored
 
+    def unfinished_prompts(self) -> list[Sequence]:
+        """Those in PREFILL that have something to be planned now, in order."""
+        rows = self.residency.rows
+        return [s for s in self.prefilling if rows.computed[s.slot] < rows.known[s.slot] and not rows.held[s.slot]]
+
     def load(self, decode: Slots) -> Load:
         """What a step with these decode rows would hold, and which prompts wait."""
         computed, known = self.residency.rows.computed, self.residency.rows.known
-        slots = [sequence.slot for sequence in self.prefilling]
+        slots = [sequence.slot for sequence in self.unfinished_prompts()]
         left = [int(known[slot] - computed[slot]) for slot in slots]
         head = self.waiting.head()
         queued = 0 if head is None else head.stored

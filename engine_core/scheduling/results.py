@@ -22,7 +22,7 @@ from engine_core.scheduling.flight import BatchState, Chunk, Flight, InFlight, R
 from engine_core.scheduling.grammars import grammar_error
 from engine_core.scheduling.open_sequences import OpenSequences
 from engine_core.scheduling.outputs import Events, TokenColumns, read_logprobs, select_logprobs
-from engine_core.scheduling.rows import RowGroup
+from engine_core.scheduling.rows import RowGroup, Slots
 from engine_core.scheduling.sequence import Sequence, SequenceState
 from engine_core.scheduling.tally import Tally
 from engine_core.step import Lane, PrefillResult, PromptLogprobBlock, StepResult
@@ -101,12 +101,20 @@ class Results:
         tokens = np.frombuffer(result.tokens, "<i4")
         logprobs = read_logprobs(result.logprobs)
         gone = self._rows.departed(group)
-        if gone is not None:
-            kept = np.flatnonzero(~gone)
-            self.rows_discarded += gone.size - kept.size
-            logprobs = select_logprobs(logprobs, kept, gone.size)
-            group, tokens = self._rows.group(group.slots[kept]), tokens[kept]
+        if gone is not None or result.late:
+            stays = np.ones(group.slots.size, np.bool_) if gone is None else ~gone
+            late = np.isin(group.slots, result.late)
+            self._hold(group.slots[late & stays])
+            kept = np.flatnonzero(stays[~late])
+            self.rows_discarded += tokens.size - kept.size
+            logprobs = select_logprobs(logprobs, kept, tokens.size)
+            group, tokens = self._rows.group(group.slots[~late & stays]), tokens[kept]
         self._append(group, tokens, logprobs, events)
+
+    def _hold(self, late: Slots) -> None:
+        """Open rows that were left out of their step."""
+        for slot in late.tolist():
+            self._rows.hold(slot)
 
     def _append(self, group: RowGroup, tokens: Ids, logprobs: LogprobColumns | None, events: Events) -> None:
         """One accepted token for each row of a group: ids, and what the few special ones among them bring about."""
@@ -154,17 +162,24 @@ class Results:
             self._describe_prompt(chunks, block, events)
         for chunk in chunks:
             if chunk.sequence.state is not CLOSED:
-                self._complete_chunk(chunk)
-        self._apply_first_tokens([chunk for chunk in chunks if chunk.last], prefill, events)
+                self._complete_chunk(chunk, late=chunk.slot in prefill.late)
+        lasts = [chunk for chunk in chunks if chunk.last and chunk.slot not in prefill.late]
+        self._apply_first_tokens(lasts, prefill, events)
 
-    def _complete_chunk(self, chunk: Chunk) -> None:
-        """The chunk's KV is proven written: its full pages become visible (rule O8)."""
+    def _complete_chunk(self, chunk: Chunk, *, late: bool) -> None:
+        """The chunk's KV is proven written: its full pages become visible (rule O8).
+
+        The last position of a late row's is written again, so it isn't done.
+        """
         sequence, page_size = chunk.sequence, self._rows.page_size
+        done = chunk.end - late
+        if late:
+            self._rows.hold(chunk.slot)
         if sequence.state is not PARKED:
-            self._residency.publish(sequence, chunk.end // page_size)
-        if chunk.end // page_size >= (sequence.prompt_len - 1) // page_size:
+            self._residency.publish(sequence, done // page_size)
+        if done // page_size >= (sequence.prompt_len - 1) // page_size:
             sequence.family.computed = True
-        if chunk.last and sequence.state is PREFILL:
+        if chunk.last and not late and sequence.state is PREFILL:
             self._sequences.decode(sequence)
 
     def _apply_first_tokens(self, lasts: list[Chunk], prefill: PrefillResult, events: Events) -> None:

@@ -87,6 +87,8 @@ class RowTable:
         """Position from which on a stop id counts: prompt + min_tokens."""
         self.constrained = np.zeros(slots, np.bool_)
         """The row follows a grammar: which tokens may come next is known only behind its last one."""
+        self.held = np.zeros(slots, np.bool_)
+        """A constrained row was late, and the worker hasn't said that it may be planned again."""
         self.constrained_rows = 0
         self.capacity = np.zeros(slots, np.int32)
         """Tokens that the row's pages hold."""
@@ -119,6 +121,7 @@ class RowTable:
         self.stoppable[slot] = sequence.prompt_len + sequence.params.min_tokens
         self.constrained[slot] = sequence.family.grammar != 0
         self.constrained_rows += int(self.constrained[slot])
+        self.held[slot] = False
         self.pages[slot, : pages.size] = pages
         self.capacity[slot] = pages.size * self.page_size
         for fence in self.fences.values():
@@ -145,6 +148,14 @@ class RowTable:
         """The lanes are proven done up to these sequences."""
         self._free.extend(self._retired.complete(proof))
 
+    def hold(self, slot: int) -> None:
+        """The row drew nothing in a step: it feeds the same position again, once it is released."""
+        self.computed[slot] -= 1
+        self.held[slot] = True
+
+    def release(self, slots: list[int]) -> None:
+        self.held[slots] = False
+
     def fence(self, slot: int) -> dict[Lane, int]:
         return {lane: int(column[slot]) for lane, column in self.fences.items()}
 
@@ -157,11 +168,11 @@ class RowTable:
     def decoding(self) -> RowGroup:
         """The rows in decode, without those that have been planned up to their end.
 
-        Of those that follow a grammar only the ones whose last token is back.
+        Of those that follow a grammar only the ones whose last token is back, and which aren't held.
         """
         ready = (self.phase == DECODE) & (self.computed < self.last_fed)
         if self.constrained_rows:
-            ready &= ~self.constrained | (self.computed < self.known)
+            ready &= ~self.constrained | ((self.computed < self.known) & ~self.held)
         return self.group(ready.nonzero()[0])
 
     def group(self, slots: Slots) -> RowGroup:

@@ -157,6 +157,10 @@ class Scheduler:
             self._policy.observe(work)
         return events
 
+    def release(self, slots: list[int]) -> None:
+        """Late rows in these slots may be planned again."""
+        self._rows.release(slots)
+
     def fail_owed(self, mismatch: ResultMismatch, cause: str) -> Events:
         """End the sequences of a lost result; nothing they hold is used again."""
         return self.results.fail_owed(mismatch, cause)
@@ -201,7 +205,9 @@ class Scheduler:
 
         The load is None where it needn't be known: for most steps of decode rows alone.
         """
-        prefilling = self.in_flight.batch is None and bool(self.sequences.prefilling or len(self.sequences.waiting))
+        prefilling = self.in_flight.batch is None and bool(
+            len(self.sequences.waiting) or self.sequences.unfinished_prompts()
+        )
         if not prefilling and self.in_flight.batch is None and self.steps % OBSERVED_EVERY:
             return None, NO_PREFILL
         load = self.sequences.load(decode.slots)
@@ -249,13 +255,16 @@ class Scheduler:
         self._rows.fences[Lane.PRIMARY][slots] = self.steps
 
     def _book_chunks(self, chunks: list[Chunk], *, on_lane: bool) -> None:
-        """A row on the prefill lane decodes after its join; one that shares the forward can be in the next plan."""
+        """A row on the prefill lane decodes after its join, and one that follows a grammar when it has drawn.
+
+        Any other can be in the next plan.
+        """
         for chunk in chunks:
             self._rows.computed[chunk.slot] = chunk.end
             self._rows.fences[Lane.PRIMARY][chunk.slot] = self.steps
             if on_lane:
                 self._rows.fences[Lane.PREFILL][chunk.slot] = self.steps
-            elif chunk.last:
+            elif chunk.last and not self._rows.constrained[chunk.slot]:
                 self.sequences.decode(chunk.sequence)
 
     # -------------------------- decode
@@ -321,7 +330,7 @@ class Scheduler:
         if not budget:
             return starts, chunks
         deferred: list[Sequence] = []
-        running = [s for s in self.sequences.prefilling if self._rows.computed[s.slot] < self._rows.known[s.slot]]
+        running = self.sequences.unfinished_prompts()
         admitted_tokens, admit = 0, True
         while budget > 0 and len(chunks) < MAX_CHUNKS:
             head = self._next_waiting(deferred) if admit else None

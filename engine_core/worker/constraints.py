@@ -1,17 +1,18 @@
 """What rows may draw next, where they follow a grammar: compiled beside the steps, advanced beside them too.
 
 Owns two threads. One compiles grammars (`Grammars`), so that none of them holds up a step. The other keeps the rows'
-matchers (`RowConstraints`): a row's next mask is begun when its token is read, and waited for, within a bound, when the
-row draws again. The engine core plans such a row only once its last token is back, so the mask is always the right one.
+matchers (`RowConstraints`): a row's next mask is begun when its token is read, and is there, as a rule, when the row
+draws again; a row whose mask isn't is late (`late_rows.py`). The engine core plans such a row only once its last token
+is back, so the mask is always the right one.
 """
 
 from __future__ import annotations
 
 import queue
-import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -33,9 +34,20 @@ from engine_core.worker.grammar_check import GrammarCheck
 from engine_core.worker.unconstrained import Refused
 
 MASKS_S = 1.0
-"""How long all rows of a step together may wait for their masks; a row whose mask is later is refused."""
+"""How long a row may be late; then it is refused."""
+WAIT_S = 2e-4
+"""How long a launch waits for the masks of all its rows together. A mask takes 0.02 ms as a rule, but its thread needs
+the interpreter for it, which launches that never waited could keep to themselves. It is a small part of a step."""
 KEPT_GRAMMARS = 16
 """Compiled grammars that are kept for the next request with the same text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A compiled grammar at its start, to be copied, and what may come first."""
+
+    matcher: LLMatcher
+    first: MaskWords
 
 
 class Grammars:
@@ -46,9 +58,9 @@ class Grammars:
         self._check = check
         self._wake = wake
         self._tasks: queue.SimpleQueue[tuple[int, str, str]] = queue.SimpleQueue()
-        self._outcomes: deque[tuple[int, LLMatcher | str]] = deque()
-        self._by_key: dict[int, LLMatcher] = {}
-        self._by_text: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        self._outcomes: deque[tuple[int, Template | str]] = deque()
+        self._by_key: dict[int, Template] = {}
+        self._by_text: OrderedDict[tuple[str, str], Template] = OrderedDict()
         """The compiling thread's own."""
         self._asked: set[int] = set()
         start_deep_thread("grammars", self._compile)
@@ -76,12 +88,12 @@ class Grammars:
             prepared.append(GrammarPrepared(key))
         return prepared
 
-    def find(self, key: int) -> LLMatcher:
-        """At its start; copy it. Raises ProtocolViolation for a grammar that isn't prepared."""
-        matcher = self._by_key.get(key)
-        if matcher is None:
+    def find(self, key: int) -> Template:
+        """Raises ProtocolViolation for a grammar that isn't prepared."""
+        template = self._by_key.get(key)
+        if template is None:
             raise ProtocolViolation(f"a row follows grammar {key}, which isn't prepared")
-        return matcher
+        return template
 
     # -------------------------- on the compiling thread
 
@@ -89,7 +101,7 @@ class Grammars:
         while True:
             key, kind, text = self._tasks.get()
             try:
-                outcome: LLMatcher | str = self._compiled(kind, text)
+                outcome: Template | str = self._compiled(kind, text)
             except GrammarError as error:
                 outcome = str(error)
             except BaseException as error:  # a panic of llguidance isn't an Exception, and costs one request
@@ -97,15 +109,16 @@ class Grammars:
             self._outcomes.append((key, outcome))
             self._wake()
 
-    def _compiled(self, kind: str, text: str) -> LLMatcher:
-        matcher = self._by_text.pop((kind, text), None)
-        if matcher is None:
+    def _compiled(self, kind: str, text: str) -> Template:
+        template = self._by_text.pop((kind, text), None)
+        if template is None:
             self._check.check(kind, text)
             matcher = self._vocabulary.matcher(kind, text)
-        self._by_text[kind, text] = matcher
+            template = Template(matcher, mask_of(matcher))
+        self._by_text[kind, text] = template
         if len(self._by_text) > KEPT_GRAMMARS:
             self._by_text.popitem(last=False)
-        return matcher
+        return template
 
 
 class _Row:
@@ -115,15 +128,30 @@ class _Row:
         self.key = key
         self.matcher: LLMatcher | None = None
         self.mask: Future[MaskWords] = Future()
+        self.late_until: float | None = None
+        """Set once the mask is late."""
+
+    def is_masked(self, within: float) -> bool:
+        """Whether the mask, or its error, is there or comes within these seconds."""
+        if self.mask.done():
+            return True
+        try:
+            self.mask.exception(within)
+        except TimeoutError:
+            return False
+        return True
 
 
 class RowConstraints:
     """The `Constraints` of a model whose vocabulary is known."""
 
-    def __init__(self, grammars: Grammars) -> None:
+    def __init__(self, grammars: Grammars, wake: Callable[[], None], now: Callable[[], float]) -> None:
+        """`wake` is called from the matching thread when a late mask is there."""
         self._grammars = grammars
+        self._wake = wake
+        self._now = now
         self._rows: dict[int, _Row] = {}
-        self._tasks: queue.SimpleQueue[tuple[Future[MaskWords], Callable[[], LLMatcher]]] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[Future[MaskWords] | None, Callable[[], LLMatcher]]] = queue.SimpleQueue()
         start_deep_thread("masks", self._match)
 
     def prepare(self, key: int, kind: str, text: str) -> None:
@@ -139,35 +167,56 @@ class RowConstraints:
         template, row = self._grammars.find(key), _Row(key)
         self._rows[slot] = row
         drawn = output.tolist()
+        wanted = row.mask if drawn else None
+        if wanted is None:  # in time for a draw in this very step
+            row.mask.set_result(template.first)
 
         def begin() -> LLMatcher:
-            matcher = row.matcher = template.deep_copy()
+            matcher = row.matcher = template.matcher.deep_copy()
             advance(matcher, drawn)
             return matcher
 
-        self._tasks.put((row.mask, begin))
+        self._tasks.put((wanted, begin))
 
     def forget(self, key: int) -> None:
         self._grammars.forget(key)
         self._rows = {slot: row for slot, row in self._rows.items() if row.key != key}
+
+    def late(self, slots: Int32) -> list[int]:
+        late: list[int] = []
+        if not self._rows:
+            return late
+        now = self._now()
+        for slot in slots.tolist():
+            row = self._rows.get(slot)
+            if row is None or row.is_masked(max(0.0, now + WAIT_S - self._now())):
+                continue
+            if row.late_until is None:
+                row.late_until = now + MASKS_S
+                row.mask.add_done_callback(lambda _: self._wake())
+            if row.late_until > now:
+                late.append(slot)
+        return late
+
+    def awaited_until(self, slot: int) -> float | None:
+        row = self._rows.get(slot)
+        return None if row is None or row.mask.done() else row.late_until
 
     def masks(self, slots: Int32) -> tuple[list[RowMask], list[Refused]]:
         masks: list[RowMask] = []
         refused: list[Refused] = []
         if not self._rows:
             return masks, refused
-        deadline = time.monotonic() + MASKS_S
         for index, slot in enumerate(slots.tolist()):
             row = self._rows.get(slot)
             if row is None:
                 continue
-            try:
-                mask = row.mask.result(max(0.0, deadline - time.monotonic()))
-                masks.append(RowMask(index, mask))
-            except GrammarError as error:
-                refused.append((slot, str(error)))
-            except TimeoutError:
+            if not row.mask.done():
                 refused.append((slot, f"what may come next wasn't found within {MASKS_S:g} s"))
+            elif (error := row.mask.exception()) is not None:
+                refused.append((slot, str(error)))
+            else:
+                masks.append(RowMask(index, row.mask.result()))
         return masks, refused
 
     def drawn(self, slots: Int32, tokens: npt.NDArray[np.int32]) -> None:
@@ -176,18 +225,22 @@ class RowConstraints:
         for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
             row = self._rows.get(slot)
             if row is not None:
-                row.mask = Future()
+                row.mask, row.late_until = Future(), None
                 self._tasks.put((row.mask, _step(row, token)))
 
     # -------------------------- on the matching thread
 
     def _match(self) -> None:
         while True:
-            mask, work = self._tasks.get()
+            wanted, work = self._tasks.get()
             try:
-                mask.set_result(mask_of(work()))
+                matcher = work()
+                if wanted is not None:
+                    wanted.set_result(mask_of(matcher))
             except BaseException as error:  # a panic of llguidance isn't an Exception, and costs one row
-                mask.set_exception(error if isinstance(error, GrammarError) else GrammarError(describe_chain(error)))
+                known = error if isinstance(error, GrammarError) else GrammarError(describe_chain(error))
+                if wanted is not None:
+                    wanted.set_exception(known)
 
 
 def _step(row: _Row, token: int) -> Callable[[], LLMatcher]:
@@ -202,9 +255,13 @@ def _step(row: _Row, token: int) -> Callable[[], LLMatcher]:
 
 
 def open_grammars(
-    folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...], wake: Callable[[], None]
+    folder: Path,
+    vocab_size: int,
+    eos_token_ids: tuple[int, ...],
+    wake: Callable[[], None],
+    now: Callable[[], float],
 ) -> RowConstraints | str:
-    """What rows of this model follow, or why they can't follow any grammar."""
+    """What rows of this model follow, or why they can't follow any grammar. Other threads `wake` the worker's."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         return "the model's folder has no tokenizer.json"
@@ -215,4 +272,5 @@ def open_grammars(
         vocabulary = Vocabulary(str(file), vocab_size, eos)
     except ValueError as error:
         return f"llguidance can't read the model's tokenizer: {error}"
-    return RowConstraints(Grammars(vocabulary, GrammarCheck(str(file), vocab_size, eos), wake))
+    grammars = Grammars(vocabulary, GrammarCheck(str(file), vocab_size, eos), wake)
+    return RowConstraints(grammars, wake, now)

@@ -6,6 +6,8 @@ nothing in a plan: an impossible one is a ProtocolViolation, before anything is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from engine_core.device.base import Batch, Int32, PromptRows
@@ -94,8 +96,13 @@ class RowTables:
         self._check_slots(slots, "decode_slots")
         return slots
 
-    def batch(self, step: int, lane: Lane, decode: Int32, chunks: list[PrefillChunk]) -> Batch:
-        """Cut a batch and advance the rows' lengths: +1 for decode needs no result (rule S5)."""
+    def batch(
+        self, step: int, lane: Lane, decode: Int32, chunks: list[PrefillChunk], late: Sequence[int] = ()
+    ) -> Batch:
+        """Cut a batch and advance the rows' lengths: +1 for decode needs no result (rule S5).
+
+        Rows in the `late` slots draw nothing behind their chunks: the last position will be computed again for that.
+        """
         if len(chunks) > MAX_CHUNKS:
             raise ProtocolViolation(f"step {step} holds {len(chunks)} chunks; at most {MAX_CHUNKS} go into one")
         for chunk in chunks:
@@ -110,7 +117,8 @@ class RowTables:
         ends = starts + lengths
         self._check_room(slots, ends)
         self.computed[slots] = ends
-        last = np.array([c.last for c in chunks], np.bool_)
+        self.computed[list(late)] -= 1
+        last = np.array([c.last and c.slot not in late for c in chunks], np.bool_)
         sample_rows = np.concatenate((np.arange(len(decode)), len(decode) + np.flatnonzero(last))).astype(np.int32)
         return Batch(
             step=step,

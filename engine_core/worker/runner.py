@@ -17,7 +17,8 @@ from engine_core.device.drop_queue import DropQueue
 from engine_core.device.guard import LaunchGuard, Owned, Ownership, WorkFailed
 from engine_core.device.lanes import Completion, Lanes
 from engine_core.errors import ProtocolViolation
-from engine_core.step import Lane, LogprobBlock, PrefillChunk, PrefillResult, StepPlan, StepResult
+from engine_core.step import Lane, LogprobBlock, PrefillResult, StepPlan, StepResult
+from engine_core.worker.late_rows import LateRows
 from engine_core.worker.step_log import NO_STEP_LOG, StepLog
 from engine_core.worker.unconstrained import UNCONSTRAINED, Constraints, Refused
 
@@ -46,6 +47,7 @@ class PrefillFlight:
     busy_us: int = 0
     error: str | None = None
     refused: list[Refused] = field(default_factory=list)
+    late: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -64,6 +66,10 @@ class StepFlight:
     span: Span | None = None
     error: str | None = None
     refused: list[Refused] = field(default_factory=list)
+    late: list[int] = field(default_factory=list)
+    """Slots of the plan's decode rows that aren't in the batch …"""
+    late_chunks: list[int] = field(default_factory=list)
+    """… and of its chunks' rows that are in it without drawing."""
 
 
 class Runner:
@@ -91,6 +97,7 @@ class Runner:
         self._now = now
         self._step_log = step_log
         self._constraints = constraints
+        self._late = LateRows(constraints)
         self._steps: deque[StepFlight] = deque()
         self._prefill: PrefillFlight | None = None
         self._prefills = 0
@@ -105,17 +112,20 @@ class Runner:
         self._admit(plan)
         self._stop_waiting()
         appended = self._tables.apply(plan)
-        decode = self._tables.decode_slots(plan)
-        mixed = [] if plan.prefill_lane else plan.chunks
-        batch = self._tables.batch(plan.step, Lane.PRIMARY, decode, mixed)
+        for start in plan.starts:
+            self._constraints.start(start.slot, start.grammar, self._tables.output(start))
+        drawing = self._late.sort(plan, self._tables.decode_slots(plan))
+        mixed, late = ([], []) if plan.prefill_lane else (plan.chunks, drawing.late_chunks)
+        batch = self._tables.batch(plan.step, Lane.PRIMARY, drawing.decode, mixed, late)
         flight = StepFlight(plan.step, Owned(f"step {plan.step}"), plan.step % self._rings, batch, started)
+        flight.late, flight.late_chunks = drawing.late, late
         self._steps.append(flight)
         self._lanes.launching(Lane.PRIMARY)
         self._start_rows(plan)
         self._compute.append_pages(*appended)
         self._join_if_complete(flight)
-        prefill = self._open_prefill(plan.step, plan.chunks) if plan.prefill_lane and plan.chunks else None
-        if len(batch.slots) or plan.chunks or flight.joined or self._prefill is None:
+        prefill = self._open_prefill(plan, drawing.late_chunks) if plan.prefill_lane and plan.chunks else None
+        if plan.decode_slots or plan.chunks or flight.joined or self._prefill is None:
             self._launch_primary(flight)
         if prefill is not None:
             self._launch_prefill(prefill)
@@ -141,7 +151,6 @@ class Runner:
             self._compute.end_rows([start.slot for start in plan.starts])
             for start in plan.starts:
                 self._compute.start_row(start)
-                self._constraints.start(start.slot, start.grammar, self._tables.output(start))
 
     def _launch_primary(self, flight: StepFlight) -> None:
         """Enqueue the step's own rows and record its completion; the guard is armed throughout (rules O1, O4, O5)."""
@@ -176,20 +185,22 @@ class Runner:
 
     # ----------------------------------------------------------------- prefill lane
 
-    def _open_prefill(self, step: int, chunks: list[PrefillChunk]) -> PrefillFlight:
+    def _open_prefill(self, plan: StepPlan, late: list[int]) -> PrefillFlight:
         """Order the prefill lane behind all that the primary lane was given so far (rule O1).
 
         That is prefix pages that the batch will read, and the tables of the rows that start now; the decode rows of
         this step come later. At most one batch is in flight (rule L6).
         """
+        step = plan.step
         if self._prefill is not None:
             raise ProtocolViolation(
                 f"step {step} launches a prefill while that of step {self._prefill.step} is in flight"
             )
         if not self._lanes.has(Lane.PREFILL):
             raise ProtocolViolation(f"step {step} asks for a prefill lane; this worker has none")
-        batch = self._tables.batch(step, Lane.PREFILL, self._tables.no_slots, chunks)
+        batch = self._tables.batch(step, Lane.PREFILL, self._tables.no_slots, plan.chunks, late)
         flight = PrefillFlight(step, Owned(f"the prefill of step {step}"), self._prefills % self._rings, batch)
+        flight.late = late
         self._prefills += 1
         self._prefill = flight
         flight.owned.to(Ownership.LAUNCHING)
@@ -301,7 +312,10 @@ class Runner:
             logprobs, chunk_logprobs = split_logprobs(sampled.logprobs, decode)
             if len(flight.batch.slots) > decode:
                 drawn = sampled.tokens[decode:].tobytes()
-                prefills.append(PrefillResult(flight.step, drawn, chunk_logprobs, sampled.prompt_logprobs))
+                described = sampled.prompt_logprobs
+                prefills.append(PrefillResult(flight.step, drawn, chunk_logprobs, described, late=flight.late_chunks))
+        late = flight.late if flight.error is None else []
+        self._late.told(sum((prefill.late for prefill in prefills), late))
         return StepResult(
             step=flight.step,
             tokens=tokens,
@@ -312,6 +326,7 @@ class Runner:
             error=flight.error,
             busy_us=self._busy_us(flight),
             refused=sum((prefill.refused for prefill in flight.joined), flight.refused),
+            late=late,
         )
 
     def _busy_us(self, flight: StepFlight) -> int:
@@ -331,8 +346,18 @@ class Runner:
         if sampled is None:
             return PrefillResult(flight.step, b"", error=flight.error, busy_us=flight.busy_us)
         return PrefillResult(
-            *(flight.step, sampled.tokens.tobytes(), sampled.logprobs, sampled.prompt_logprobs), busy_us=flight.busy_us
+            *(flight.step, sampled.tokens.tobytes(), sampled.logprobs, sampled.prompt_logprobs),
+            busy_us=flight.busy_us,
+            late=flight.late,
         )
+
+    def caught_up(self) -> list[int]:
+        """Slots of rows that results named as late, and that may be planned again."""
+        return self._late.caught_up(self._now())
+
+    def late_until(self) -> float | None:
+        """When the first of the others must be planned again, to be refused."""
+        return self._late.next_deadline(self._now())
 
     def pending(self) -> list[Completion]:
         """Completions that must come within the bound (rule E6): of the oldest step, and of the prefill in flight."""

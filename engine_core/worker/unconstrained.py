@@ -19,7 +19,7 @@ Refused = tuple[int, str]
 
 
 class Constraints(Protocol):
-    """Grammars by key, and the rows that follow them by slot. No method but `masks` waits, and that within a bound."""
+    """Grammars by key, and the rows that follow them by slot. No method but `late` waits, and that within a bound."""
 
     def prepare(self, key: int, kind: str, text: str) -> None:
         """Compile a grammar; `outcomes` has the outcome later."""
@@ -36,8 +36,14 @@ class Constraints(Protocol):
         Raises ProtocolViolation for a grammar that isn't prepared.
         """
 
+    def late(self, slots: Int32) -> list[int]:
+        """Those of the rows about to draw that must not yet: what they may draw isn't known."""
+
+    def awaited_until(self, slot: int) -> float | None:
+        """Until when a late row is late, should its mask not come before; None: it isn't late any more."""
+
     def masks(self, slots: Int32) -> tuple[list[RowMask], list[Refused]]:
-        """What the rows that are about to draw may draw, and those that can't draw anything."""
+        """What the rows that are about to draw, none of them late, may draw, and those that can't draw anything."""
 
     def drawn(self, slots: Int32, tokens: npt.NDArray[np.int32]) -> None:
         """The rows have drawn these tokens: begin their next masks."""
@@ -58,6 +64,12 @@ class Unconstrained:
     def start(self, slot: int, key: int, output: Int32) -> None:
         if key:
             raise ProtocolViolation("a row follows a grammar, which this worker can't serve")
+
+    def late(self, slots: Int32) -> list[int]:
+        return []
+
+    def awaited_until(self, slot: int) -> float | None:
+        return None
 
     def masks(self, slots: Int32) -> tuple[list[RowMask], list[Refused]]:
         return [], []

@@ -28,6 +28,7 @@ from engine_core.device.guard import LaunchGuard
 from engine_core.device.lanes import Completion, Lanes
 from engine_core.errors import ConfigError, ProtocolViolation, describe_chain
 from engine_core.executor.channel import (
+    CaughtUp,
     Configure,
     Farewell,
     Forget,
@@ -142,7 +143,8 @@ class Worker:
         self.running = True
 
     def awaited(self, now: float) -> tuple[Completion | None, float | None]:
-        """The completion that the next result needs, and the seconds that launched work may still take (rule E6).
+        """The completion that the next result needs, and the seconds until something is due: launched work (rule E6),
+        or a late row.
 
         Past them: abort. A prefill that hangs is found while decode goes on, and while nobody asks for its result.
         """
@@ -155,8 +157,10 @@ class Worker:
             if now >= since + self._wait_timeout:
                 what = f"step {completion.sequence} was not complete on lane {completion.lane.name}"
                 self._abort(f"{what} within {self._wait_timeout:g} s (--gpu-wait-timeout)", None)
-        left = min((since + self._wait_timeout - now for _, since in self._pending), default=None)
-        return self._runner.awaited(), left
+        due = [since + self._wait_timeout for _, since in self._pending]
+        if (late := self._runner.late_until()) is not None:
+            due.append(late)
+        return self._runner.awaited(), max(0.0, min(due) - now) if due else None
 
     def lose_core(self) -> None:
         """Nobody will ask for results any more: prove every lane idle, or abort, then free (rules O7, O13)."""
@@ -199,6 +203,8 @@ class Worker:
             with self._watch.bounded("collecting results"):
                 for result in self._runner.collect():
                     self._channel.send(Result(result))
+                if slots := self._runner.caught_up():
+                    self._channel.send(CaughtUp(slots))
         if self.running:
             for outcome in self._constraints.outcomes():
                 self._channel.send(Prepared(outcome))
@@ -302,7 +308,7 @@ def _constraints(config: WorkerConfig, device: Device, wake_fd: int) -> Constrai
     """What rows of this model follow, or why they can't follow any grammar."""
     folder = Path(config.model)
     eos = load_model_config(folder).eos_token_ids
-    return open_grammars(folder, device.vocab_size, eos, lambda: os.eventfd_write(wake_fd, 1))
+    return open_grammars(folder, device.vocab_size, eos, lambda: os.eventfd_write(wake_fd, 1), time.monotonic)
 
 
 def _loop(frames: ZmqFrames, worker: Worker, device: Device, step_log: StepLog, wake_fd: int) -> None:

@@ -8,11 +8,13 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from engine_core.device.base import Int32
 from engine_core.device.driver import Status
 from engine_core.device.fail_stop import FailStop, Unbounded
 from engine_core.errors import ProtocolViolation
 from engine_core.executor.channel import (
     Body,
+    CaughtUp,
     Farewell,
     Frame,
     FrameChannel,
@@ -24,6 +26,7 @@ from engine_core.executor.channel import (
     Shutdown,
 )
 from engine_core.step import WIRE_VERSION, Lane, PrefillChunk, RowStart
+from engine_core.worker.unconstrained import UNCONSTRAINED, Constraints, Unconstrained
 from engine_core.worker.worker import Worker
 from tests.device.rig import Aborted, RunnerRig, Script, plan, row
 
@@ -52,8 +55,8 @@ class Wire:
 class WorkerRig(RunnerRig):
     """A worker with both lanes, and a real FailStop whose end is an exception."""
 
-    def __init__(self) -> None:
-        super().__init__(Script(eager=False))
+    def __init__(self, constraints: Constraints = UNCONSTRAINED) -> None:
+        super().__init__(Script(eager=False), constraints=constraints)
         self.wire = Wire()
         self.channel = FrameChannel(self.wire)
         self.fail_stop = FailStop(
@@ -217,3 +220,70 @@ def leave(rig: WorkerRig, how: str) -> None:
         return
     rig.deliver(Shutdown())
     rig.worker.step()
+
+
+class LateRow(Unconstrained):
+    """Slot 1 has no mask until the test says so; its time is up at 1 s."""
+
+    def __init__(self) -> None:
+        self.there = False
+
+    def late(self, slots: Int32) -> list[int]:
+        return [] if self.there else [slot for slot in slots.tolist() if slot == 1]
+
+    def awaited_until(self, slot: int) -> float | None:
+        return 1.0 if slot == 1 and not self.there else None
+
+
+@pytest.mark.parametrize("lane", [False, True])
+def test_the_core_hears_of_a_late_row_before_it_has_caught_up(lane: bool) -> None:
+    """Red when the news is sent before the result that names the row, twice, or only when something else arrives."""
+    constraints = LateRow()
+    rig = WorkerRig(constraints)
+    starts = [row(0, [1, 2], [0]), row(1, IDS, [1, 2])]
+    chunks = [PrefillChunk(0, 0, 2, True), PrefillChunk(1, 0, 6, True)]
+    rig.deliver(Plan(plan(1, starts=starts, chunks=chunks, lane=lane)))
+    rig.worker.step()
+    constraints.there = True
+    rig.worker.step()
+    assert CaughtUp([1]) not in rig.said()
+    constraints.there = False
+    if lane:
+        rig.deliver(Plan(plan(2)))
+    for _ in range(2):
+        rig.table.run_all()
+        rig.worker.step()
+    (prefill,) = [prefill for body in rig.said() if isinstance(body, Result) for prefill in body.result.prefills]
+    assert (prefill.late, len(prefill.tokens)) == ([1], 4)
+    assert rig.tables.computed[:2].tolist() == [2, 5]
+    assert rig.worker.awaited(0.25)[1] == 0.75
+    assert CaughtUp([1]) not in rig.said()
+    constraints.there = True
+    assert rig.worker.awaited(0.25)[1] == 0
+    rig.worker.step()
+    rig.worker.step()
+    assert rig.said().count(CaughtUp([1])) == 1
+    assert rig.worker.awaited(0.25)[1] is None
+
+
+def test_a_late_row_whose_time_is_up_is_handed_back() -> None:
+    """Red when the core never hears of a row that nobody finds a mask for: it would be late for ever."""
+    constraints = LateRow()
+    rig = WorkerRig(constraints)
+    constraints.there = True
+    rig.deliver(Plan(plan(1, starts=[row(1, IDS, [1, 2])], chunks=[PrefillChunk(1, 0, 6, True)])))
+    rig.worker.step()
+    rig.table.run_all()
+    constraints.there = False
+    rig.deliver(Plan(plan(2, decode=[1])))
+    rig.worker.step()
+    rig.table.run_all()
+    rig.worker.step()
+    late = [body.result for body in rig.said() if isinstance(body, Result)][-1]
+    assert (late.step, late.late, late.tokens) == (2, [1], b"")
+    rig.now = 0.9
+    rig.worker.step()
+    assert CaughtUp([1]) not in rig.said()
+    rig.now = 1.0
+    rig.worker.step()
+    assert rig.said()[-1] == CaughtUp([1])

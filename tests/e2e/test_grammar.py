@@ -6,8 +6,10 @@ import json
 import re
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from greenlane.text.v1 import text_pb2
@@ -136,3 +138,28 @@ def test_constrained_rows_leave_others_alone(make_server: MakeServer) -> None:
         seen.append((alone, beside[0]))
         assert server.stop() == 0
     assert len(set(seen)) == 1
+
+
+def test_a_slow_grammar_is_left_behind(make_server: MakeServer, tmp_path: Path) -> None:
+    """Red when a step waits for a mask: at depth 1 every step would hold both rows until one of them ends."""
+    log = tmp_path / "steps.jsonl"
+    server = make_server("--async-depth=1", f"--step-log={log}")
+    ask: dict[str, Any] = {"prompt": "Emma", "max_tokens": 300, "ignore_eos": True}
+    alone = server.complete(**ask).raise_for_status().json()["choices"][0]["text"]
+    beside: list[httpx.Response] = []
+    ambiguous = 'start: s\ns: "a" | "b" | s s | s s s | s s s s | s s s s s'
+    slow = {"prompt": "Jane", "max_tokens": 48, "guided_grammar": ambiguous, "logit_bias": {"2": -100}}
+    thread = threading.Thread(target=lambda: beside.append(server.complete(**slow)))
+    thread.start()
+    while server.stats().gauges.running == 0 and thread.is_alive():
+        time.sleep(0.001)
+    assert server.complete(**ask).raise_for_status().json()["choices"][0]["text"] == alone
+    thread.join()
+    body = beside[0].raise_for_status().json()
+    assert re.fullmatch("[ab]+", body["choices"][0]["text"])
+    assert body["usage"]["completion_tokens"] == 48
+    assert server.stop() == 0
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    rows = [line["decode_rows"] for line in lines if line["event"] == "decode" and not line["chunk_tokens"]]
+    both = [at for at, count in enumerate(rows) if count == 2]
+    assert 1 in rows[both[0] : both[-1]]

@@ -7,7 +7,9 @@ and the double also checks each plan for it directly. Work executes as late as t
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,6 +86,8 @@ class Row:
     grammar: int = 0
     unread: bool = False
     """It was launched to draw a token that hasn't been collected yet."""
+    late: bool = False
+    """It drew nothing when it was planned to, and hasn't caught up."""
 
 
 @dataclass
@@ -95,6 +99,8 @@ class Work:
     end: int
     decode: bool
     samples: bool
+    late: bool = False
+    """It draws nothing, though it ends the row's ids: its last position will be computed again."""
 
 
 @dataclass
@@ -111,6 +117,8 @@ class Pending:
     decode: list[Work]
     chunks: list[Work]
     empty: bool
+    late: list[int]
+    """Slots of decode rows that were left out."""
     reported: list[Batch] = field(default_factory=list)
 
 
@@ -137,6 +145,9 @@ class SimulatedWorker:
         self.grammar_outcomes: list[GrammarPrepared] = []
         self.refuse_slots: dict[int, str] = {}
         """Causes by slot: the grammar of its row allows nothing when the next step is reported."""
+        self.late_draws: Iterator[bool] = itertools.repeat(False)
+        """Whether each row that follows a grammar and is to draw is late, until `catch_up`."""
+        self._caught_up: list[int] = []
         self.dead: str | None = None
         self.die_at_submit: str | None = None
         self._overlap = overlap
@@ -161,12 +172,14 @@ class SimulatedWorker:
             self._start(start)
         for slot, page in zip(_ints(plan.page_slots), _ints(plan.page_ids), strict=True):
             self._row(slot).pages.append(page)
-        decode = [self._launch(slot, 1, decode=True, samples=True) for slot in _ints(plan.decode_slots)]
+        slots = _ints(plan.decode_slots)
+        late = [slot for slot in slots if self._comes_late(slot)]
+        decode = [self._launch(slot, 1, decode=True, samples=True) for slot in slots if slot not in late]
         chunks = [self._launch_chunk(chunk) for chunk in plan.chunks]
         self._check_writes(decode + chunks)
         on_lane = plan.prefill_lane and bool(chunks)
-        empty = not decode and not chunks
-        self._pending.append(Pending(plan.step, decode, [] if on_lane else chunks, empty))
+        empty = not slots and not chunks
+        self._pending.append(Pending(plan.step, decode, [] if on_lane else chunks, empty, late))
         if on_lane:
             if not self._overlap or self._batch is not None:
                 raise BrokenPlan("a second prefill batch, or one without a lane (rule L6)")
@@ -190,6 +203,10 @@ class SimulatedWorker:
     def prepared(self) -> list[GrammarPrepared]:
         outcomes, self.grammar_outcomes = self.grammar_outcomes, []
         return outcomes
+
+    def caught_up(self) -> list[int]:
+        slots, self._caught_up = self._caught_up, []
+        return slots
 
     def forget(self, key: int) -> None:
         self.asked.pop(key)
@@ -260,10 +277,18 @@ class SimulatedWorker:
                 *(pending.step, _bytes(tokens), logprobs, prefills, pending.step, self._proven_prefill),
                 busy_us=STEP_US,
                 refused=list(self.refuse_slots.items()),
+                late=pending.late,
             )
         )
         self.refuse_slots = {}
         return True
+
+    def catch_up(self) -> None:
+        """Late rows, which results have named by now, may be planned again."""
+        for row in self.rows:
+            if row is not None and row.late:
+                row.late = False
+                self._caught_up.append(row.slot)
 
     def hold(self, results: list[StepResult]) -> None:
         """Results as the test wants them, for the next `collect`."""
@@ -302,7 +327,19 @@ class SimulatedWorker:
         row = self._row(chunk.slot)
         if chunk.start != row.launched or chunk.last != (chunk.start + chunk.length == len(row.ids)):
             raise BrokenPlan(f"chunk {chunk} of a row with {len(row.ids)} ids, {row.launched} launched")
-        return self._launch(chunk.slot, chunk.length, decode=False, samples=chunk.last)
+        late = chunk.last and self._comes_late(chunk.slot)
+        work = self._launch(chunk.slot, chunk.length, decode=False, samples=chunk.last and not late)
+        work.late = late
+        row.launched -= late
+        return work
+
+    def _comes_late(self, slot: int) -> bool:
+        """Whether a row that is to draw is late."""
+        row = self._row(slot)
+        if row.late:
+            raise BrokenPlan(f"slot {slot} is late, and was planned before it caught up")
+        row.late = row.grammar != 0 and next(self.late_draws)
+        return row.late
 
     def _launch(self, slot: int, length: int, *, decode: bool, samples: bool) -> Work:
         row = self._row(slot)
@@ -345,7 +382,7 @@ class SimulatedWorker:
             token = row.last_token if work.decode else row.ids[position]
             previous = self._read(row, position - 1) if position else 1
             self.kv[row.pages[position // self.page_size]][position % self.page_size] = digest(previous, token)
-        row.computed = work.end
+        row.computed = work.end - work.late
 
     def _spoil(self, work: Work) -> None:
         """A forward that raised: lengths have advanced, and what is in the pages is anybody's guess."""
@@ -366,7 +403,8 @@ class SimulatedWorker:
         tokens = [self._sample(work.row) for work in lasts]
         described = [block for work in works if (block := _describe(work)) is not None]
         logprobs = _logprobs([(work.row, token) for work, token in zip(lasts, tokens, strict=True)])
-        return PrefillResult(step, _bytes(tokens), logprobs, described)
+        late = [work.row.slot for work in works if work.late]
+        return PrefillResult(step, _bytes(tokens), logprobs, described, late=late)
 
 
 def prompt_logprob(tokens: list[int], index: int) -> float:

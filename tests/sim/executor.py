@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from engine_core.errors import EngineDead
-from engine_core.executor.channel import Plan, Quiesced, Result
+from engine_core.executor.channel import CaughtUp, Forget, Plan, Prepare, Prepared, Quiesced, Result
 from engine_core.executor.channel import Quiesce as QuiesceFrame
 from engine_core.request import Grammar
 from engine_core.step import GrammarPrepared, PrefillResult, StepPlan, StepResult
@@ -26,6 +26,8 @@ class SimExecutor:
         self._reported: dict[int, list[PrefillResult]] = {}
         self._quiesced = [0] * len(ranks)
         self._token = 0
+        self._prepared: list[GrammarPrepared] = []
+        self._caught_up: list[int] = []
         self.plans: list[StepPlan] = []
         self.lane_steps: set[int] = set()
         """Steps that launched a prefill on its own lane."""
@@ -46,11 +48,16 @@ class SimExecutor:
     def collect(self) -> list[StepResult]:
         for index, rank in enumerate(self._ranks):
             while (body := rank.core_channel.receive()) is not None:
-                if isinstance(body, Quiesced):
-                    self._quiesced[index] = body.token
-                    continue
-                assert isinstance(body, Result)
-                self._results[index].append(body.result)
+                match body:
+                    case Quiesced():
+                        self._quiesced[index] = body.token
+                    case Prepared():
+                        self._prepared.append(body.outcome)
+                    case CaughtUp():
+                        self._caught_up += body.slots
+                    case _:
+                        assert isinstance(body, Result)
+                        self._results[index].append(body.result)
         merged: list[StepResult] = []
         while all(self._results):
             result = self._merge([results.popleft() for results in self._results])
@@ -73,6 +80,7 @@ class SimExecutor:
             primary_complete=min(part.primary_complete for part in parts),
             prefill_complete=min(part.prefill_complete for part in parts),
             error=error,
+            late=first.late if error is None else [],
         )
 
     def _report(self, prefill: PrefillResult) -> PrefillResult | None:
@@ -85,13 +93,20 @@ class SimExecutor:
         return next((report for report in reports if report.error is not None), reports[0])
 
     def prepare(self, key: int, grammar: Grammar) -> None:
-        raise AssertionError("no request here has a grammar")
+        (rank,) = self._ranks  # several would have to agree on who is late
+        rank.core_channel.send(Prepare(key, grammar.kind, grammar.text))
 
     def prepared(self) -> list[GrammarPrepared]:
-        return []
+        prepared, self._prepared = self._prepared, []
+        return prepared
+
+    def caught_up(self) -> list[int]:
+        slots, self._caught_up = self._caught_up, []
+        return slots
 
     def forget(self, key: int) -> None:
-        raise AssertionError("no request here has a grammar")
+        (rank,) = self._ranks
+        rank.core_channel.send(Forget(key))
 
     def quiesce(self) -> None:
         self._token += 1

@@ -7,6 +7,7 @@ streams run when a move says so.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from engine_core.errors import EngineDead
 from engine_core.ledger import Ledger
 from engine_core.request import (
     Finish,
+    Grammar,
     ModelLimits,
     Output,
     RawSampling,
@@ -32,6 +34,7 @@ from tests.sim.rank import CONTEXT, PAGE, SLOTS, VOCAB, DriverFaults, Rank
 
 SHUT_DOWN = "shut down"
 NOW = 0.0
+EOS = 3
 
 
 class TakingTurns:
@@ -64,9 +67,12 @@ class Sim:
         budget: int = 24,
         prefix_caching: bool = True,
         ranks: int = 1,
+        in_time: Sequence[bool] = (True,),
     ) -> None:
         self.faults = DriverFaults()
-        self.ranks = [Rank(overlap=overlap, depth=depth, pages=pages, faults=self.faults) for _ in range(ranks)]
+        self.ranks = [
+            Rank(overlap=overlap, depth=depth, pages=pages, faults=self.faults, in_time=in_time) for _ in range(ranks)
+        ]
         self.executor = SimExecutor(self.ranks)
         self.scheduler = Scheduler(
             max_num_seqs=SLOTS,
@@ -75,13 +81,13 @@ class Sim:
             total_pages=pages,
             max_model_len=CONTEXT,
             max_queue=64,
-            eos_token_ids=(3,),
+            eos_token_ids=(EOS,),
             async_depth=depth,
             prefix_caching=prefix_caching,
             policy=TakingTurns(budget) if overlap == "auto" else FixedPolicy(budget, lane=overlap != "off"),
         )
         self.engine = Engine(self.scheduler, Ledger(), self.executor, self._publish)
-        self.limits = ModelLimits(VOCAB, CONTEXT, PAGE, pages, (3,))
+        self.limits = ModelLimits(VOCAB, CONTEXT, PAGE, pages, (EOS,))
         self.tokens: dict[int, list[int]] = {}
         self.finishes: dict[int, Finish] = {}
         self.prompts: dict[int, tuple[int, ...]] = {}
@@ -112,10 +118,11 @@ class Sim:
         priority: int = 0,
         stop_token_ids: tuple[int, ...] = (),
         n: int = 1,
+        grammar: bool = False,
     ) -> None:
         """Submit a request that ends by length alone, unless it has stop ids; all n sequences draw the same tokens.
 
-        A dead engine takes none.
+        With a `grammar` it ends by eos too. A dead engine takes none.
         """
         if self.engine_dead is not None:
             return
@@ -132,6 +139,7 @@ class Sim:
                 salt=None,
                 params=resolve(raw, len(prompt), self.limits, 7),
                 priority=priority,
+                grammar=Grammar("regex", "any") if grammar else None,
             ),
             NOW,
         )
@@ -149,6 +157,10 @@ class Sim:
     def step_worker(self) -> None:
         for rank in self.ranks:
             rank.step()
+
+    def masks_arrive(self) -> None:
+        for rank in self.ranks:
+            rank.masks.arrive()
 
     def run_stream(self, lane: Lane, count: int) -> None:
         for rank in self.ranks:
@@ -181,6 +193,7 @@ class Sim:
             if self.engine_dead is not None or (self.settled and not len(self.scheduler.in_flight)):
                 return
             self.step_worker()
+            self.masks_arrive()
             for rank in self.ranks:
                 rank.table.run_all()
             self.step_worker()

@@ -7,12 +7,15 @@ worker unproven. Death is an exception here: `Aborted`, where the worker's proce
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine_core.device.base import Batch, Sampled
+import numpy as np
+
+from engine_core.device.base import Batch, Int32, RowMask, Sampled
 from engine_core.device.driver import Driver, Status
 from engine_core.device.drop_queue import DropQueue
 from engine_core.device.fail_stop import Unbounded
@@ -21,13 +24,16 @@ from engine_core.device.fake_driver import FakeTable
 from engine_core.device.guard import LaunchGuard, Owned, WorkFailed
 from engine_core.device.lanes import Lanes, LaneStream
 from engine_core.executor.channel import FrameChannel
-from engine_core.step import Lane, RowStart
+from engine_core.ops.masks import mask_words
+from engine_core.step import GrammarPrepared, Lane, RowStart
 from engine_core.worker.inputs import RowTables
 from engine_core.worker.runner import Runner
+from engine_core.worker.unconstrained import Refused, Unconstrained
 from engine_core.worker.worker import Worker
 
 PAGE, SLOTS, CONTEXT, VOCAB = 4, 6, 96, 997
 WAIT_TIMEOUT = 100.0
+ALL_ALLOWED = mask_words(np.arange(VOCAB), VOCAB)
 HANG = -1
 """Status of a call that never returns: the watchdog ends the process. A query that hangs says "not ready"."""
 
@@ -153,10 +159,62 @@ class Wire:
         return self._back.popleft() if self._back else None
 
 
+class ScriptedMasks(Unconstrained):
+    """Grammars that allow everything; a mask that isn't in time comes when a move says so."""
+
+    def __init__(self, in_time: Sequence[bool]) -> None:
+        self._in_time = itertools.cycle(in_time)
+        self._there: dict[int, bool] = {}
+        """By slot of a row that follows a grammar."""
+        self._prepared: list[GrammarPrepared] = []
+        self.times_late = 0
+
+    def prepare(self, key: int, kind: str, text: str) -> None:
+        self._prepared.append(GrammarPrepared(key))
+
+    def outcomes(self) -> list[GrammarPrepared]:
+        prepared, self._prepared = self._prepared, []
+        return prepared
+
+    def forget(self, key: int) -> None:
+        """Its rows' slots are started anew before they draw again."""
+
+    def start(self, slot: int, key: int, output: Int32) -> None:
+        self._there.pop(slot, None)
+        if key:
+            self._there[slot] = next(self._in_time)
+
+    def late(self, slots: Int32) -> list[int]:
+        late = [slot for slot in slots.tolist() if not self._there.get(slot, True)]
+        self.times_late += len(late)
+        return late
+
+    def awaited_until(self, slot: int) -> float | None:
+        return None if self._there.get(slot, True) else WAIT_TIMEOUT
+
+    def masks(self, slots: Int32) -> tuple[list[RowMask], list[Refused]]:
+        rows = [RowMask(row, ALL_ALLOWED) for row, slot in enumerate(slots.tolist()) if slot in self._there]
+        assert all(self._there[slots.item(mask.row)] for mask in rows), "a row draws without its mask"
+        return rows, []
+
+    def drawn(self, slots: Int32, tokens: Int32) -> None:
+        for slot in slots.tolist():
+            if slot in self._there:
+                self._there[slot] = next(self._in_time)
+
+    def arrive(self) -> None:
+        """Every mask that was late is there."""
+        self._there = dict.fromkeys(self._there, True)
+
+
 class Rank:
     """A worker. `overlap`: off, stream or green."""
 
-    def __init__(self, *, overlap: str, depth: int, pages: int, faults: DriverFaults) -> None:
+    def __init__(
+        self, *, overlap: str, depth: int, pages: int, faults: DriverFaults, in_time: Sequence[bool] = (True,)
+    ) -> None:
+        """`in_time`: whether each mask that a row needs comes at once, counted over all rows, again and again."""
+        self.masks = ScriptedMasks(in_time)
         to_worker: deque[bytes] = deque()
         to_core: deque[bytes] = deque()
         self.core_channel = FrameChannel(Wire(to_worker, to_core))
@@ -194,9 +252,12 @@ class Rank:
             ),
             async_depth=depth,
             now=lambda: 0.0,
+            constraints=self.masks,
         )
         channel = FrameChannel(Wire(to_core, to_worker))
-        self.worker = Worker(channel, self.runner, Unbounded(), self.abort, wait_timeout=WAIT_TIMEOUT)
+        self.worker = Worker(
+            channel, self.runner, Unbounded(), self.abort, wait_timeout=WAIT_TIMEOUT, constraints=self.masks
+        )
         script.serving = True
 
     def _open_streams(self, overlap: str) -> tuple[dict[Lane, Any], dict[Lane, LaneStream]]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine_core.request import FINISH_ABORT, FINISH_LENGTH, FINISH_STOP, Abort, FlushCache
 from engine_core.step import Lane
-from tests.sim.harness import NOW, Sim, uncontended
+from tests.sim.harness import EOS, NOW, Sim, uncontended
 
 MOVES = st.lists(
     st.one_of(
@@ -46,6 +46,10 @@ class Life:
         match move:
             case ("add", length, max_tokens, priority, family, stop_at, n):
                 self.add(length, max_tokens, priority, family, stop_at, n)
+            case ("constrained", length, max_tokens, priority, family, stop_at, n):
+                self.add(length, max_tokens, priority, family, stop_at, n, grammar=True)
+            case ("masks",):
+                self.sim.masks_arrive()
             case ("abort", target):
                 self.aborted.add(target)
                 self.sim.engine.submit(Abort(1, (target,)), NOW)
@@ -61,15 +65,27 @@ class Life:
         held = gauges.pages_free + gauges.pages_cached + gauges.pages_referenced + gauges.pages_retiring
         assert held == gauges.pages_total
 
-    def add(self, length: int, max_tokens: int, priority: int, family: int, stop_at: int | None, n: int) -> None:
+    def add(
+        self,
+        length: int,
+        max_tokens: int,
+        priority: int,
+        family: int,
+        stop_at: int | None,
+        n: int,
+        *,
+        grammar: bool = False,
+    ) -> None:
         """Prompts of one family begin alike. `stop_at` makes the token drawn there a stop id."""
         prompt = [(family * 31 + i) % 997 for i in range(length)]
         drawn = uncontended(tuple(prompt), max_tokens)
         stops = () if stop_at is None or stop_at >= max_tokens else (drawn[stop_at],)
-        end = drawn.index(stops[0]) + 1 if stops else max_tokens
+        ends = stops + ((EOS,) if grammar else ())
+        end = next((at + 1 for at, token in enumerate(drawn) if token in ends), max_tokens)
         for number in range(self._numbers + 1, self._numbers + n + 1):
             self.due[number] = drawn[:end]
-        self.sim.add(self._numbers + 1, prompt, max_tokens, priority=priority, stop_token_ids=stops, n=n)
+        options: dict[str, Any] = {"priority": priority, "stop_token_ids": stops, "n": n, "grammar": grammar}
+        self.sim.add(self._numbers + 1, prompt, max_tokens, **options)
         self._numbers += n
 
     def check(self) -> None:

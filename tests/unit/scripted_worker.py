@@ -12,6 +12,7 @@ import sys
 import msgspec
 
 from engine_core.executor.channel import (
+    CaughtUp,
     Configure,
     Farewell,
     Frame,
@@ -97,6 +98,10 @@ class Script:
                 self.channel.send(Result(result))
             case "gap" | "duplicate" | "version" | "garbage":
                 self.frames.send(self.bad_frame(Result(result)))
+            case "late":
+                self.channel.send(Result(result))
+                self.channel.send(CaughtUp([0, 2]))
+                self.channel.send(CaughtUp([3]))
             case "hello-again":
                 self.channel.send(Hello(0, os.getpid()))
             case _:

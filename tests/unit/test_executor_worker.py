@@ -17,7 +17,7 @@ from engine_core.config import WorkerConfig
 from engine_core.errors import ConfigError, EngineDead, describe_chain
 from engine_core.executor.channel import Loading
 from engine_core.executor.zmq import KILL_GRACE_S, StartInterrupted, ZmqExecutor
-from engine_core.step import StepPlan, StepResult
+from engine_core.step import WIRE_VERSION, StepPlan, StepResult
 from tests.unit.scripted_worker import READY
 
 pytestmark = pytest.mark.e2e
@@ -205,6 +205,21 @@ def test_a_setting_that_the_worker_refuses_is_a_config_error(rig: Rig, caplog: p
     assert vars(ended)["fields"]["how"] == "exited with status 2"
 
 
+def test_late_rows_that_caught_up_are_handed_on(rig: Rig) -> None:
+    """Red when the engine never hears that a late row may be planned again, or hears it twice."""
+    executor = rig.started("late")
+    executor.submit(plan(1))
+    results: list[StepResult] = []
+    caught_up: list[int] = []
+    while len(caught_up) < 3:
+        executor.wait(GUARD_S)
+        results += executor.collect()
+        caught_up += executor.caught_up()
+    assert [result.step for result in results] == [1]
+    assert caught_up == [0, 2, 3]
+    assert executor.caught_up() == []
+
+
 @pytest.mark.parametrize(
     ("scenario", "cause"),
     [
@@ -292,7 +307,7 @@ def test_each_answer_starts_the_next_steps_bound(rig: Rig) -> None:
         ("farewell-by-pipe", "was killed by SIGKILL: CUDA error: an illegal memory access was encountered"),
         ("gap", "worker 0 broke the protocol: frame 5 arrived after frame 3 (gap)"),
         ("duplicate", "worker 0 broke the protocol: frame 3 arrived after frame 3 (duplicate)"),
-        ("version", "worker 0 broke the protocol: the peer speaks wire version 3"),
+        ("version", f"worker 0 broke the protocol: the peer speaks wire version {WIRE_VERSION + 1}"),
         ("garbage", "worker 0 broke the protocol: a malformed frame of 3 bytes"),
         ("twice", "worker 0 broke the protocol: a result for step 1 arrived although no plan is outstanding"),
         ("hello-again", "worker 0 broke the protocol: Hello arrived while serving"),

@@ -6,15 +6,16 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
 from engine_core.errors import ProtocolViolation
-from engine_core.ops.masks import allowed_ids
+from engine_core.ops.masks import MaskWords, allowed_ids
 from engine_core.step import GrammarPrepared
 from engine_core.worker import constraints as module
 from engine_core.worker.constraints import RowConstraints, open_grammars
@@ -147,18 +148,28 @@ class Rows:
 
     def __init__(self) -> None:
         self.woken = threading.Event()
-        opened = open_grammars(TINY, VOCAB, (EOS,), self.woken.set)
+        self.now = 0.0
+        opened = open_grammars(TINY, VOCAB, (EOS,), self.woken.set, lambda: self.now)
         assert isinstance(opened, RowConstraints)
         self.rows = opened
 
     def prepare(self, key: int, kind: str, text: str) -> GrammarPrepared:
+        self.woken.clear()
         self.rows.prepare(key, kind, text)
         assert self.woken.wait(60)
         self.woken.clear()
         (outcome,) = self.rows.outcomes()
         return outcome
 
+    def await_masks(self, *slots: int) -> None:
+        """What a worker does until its rows aren't late any more."""
+        while late := self.rows.late(np.array(slots, np.int32)):
+            while any(self.rows.awaited_until(slot) is not None for slot in late):
+                assert self.woken.wait(60)
+                self.woken.clear()
+
     def allowed(self, *slots: int) -> list[list[str]]:
+        self.await_masks(*slots)
         masks, refused = self.rows.masks(np.array(slots, np.int32))
         assert refused == []
         return [
@@ -220,36 +231,70 @@ def test_a_row_beyond_its_grammar_is_refused(rows: Rows) -> None:
     for slot in (5, 6):
         rows.rows.start(slot, 5, np.empty(0, np.int32))
     rows.rows.drawn(np.array([5], np.int32), ids("z"))
+    rows.await_masks(5, 6)
     masks, refused = rows.rows.masks(np.array([5, 6], np.int32))
     assert [slot for slot, _ in refused] == [5]
     assert [mask.row for mask in masks] == [1]
 
 
-def test_a_late_mask_costs_its_row_alone(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red when a step waits for a mask without a bound."""
-    assert rows.prepare(6, "regex", "ab").error is None
-    monkeypatch.setattr(module, "MASKS_S", 0.05)
-    gate = threading.Event()
-    monkeypatch.setattr(module, "mask_of", _after(gate))
-    rows.rows.start(7, 6, np.empty(0, np.int32))
-    started = time.monotonic()
-    _, refused = rows.rows.masks(np.array([7], np.int32))
-    assert [slot for slot, _ in refused] == [7]
-    assert time.monotonic() - started < 5
-    gate.set()
+class Gate:
+    """`mask_of`, kept back until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._opened, self._mask_of = threading.Event(), mask_of
+        self.asked = 0
+        monkeypatch.setattr(module, "mask_of", self._wait)
+
+    def _wait(self, matcher: LLMatcher) -> MaskWords:
+        self.asked += 1
+        assert self._opened.wait(60)
+        return self._mask_of(matcher)
+
+    def open(self) -> None:
+        self._opened.set()
 
 
-def _after(gate: threading.Event) -> Callable[..., object]:
-    def late(matcher: object) -> object:
-        gate.wait(30)
-        raise GrammarError("late")
+def test_a_late_mask_is_announced(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red when a row without its mask may draw, its worker isn't woken for it, or a row beside it is late too."""
+    assert rows.prepare(6, "regex", "abc").error is None
+    for slot in (7, 8):
+        rows.rows.start(slot, 6, np.empty(0, np.int32))
+    gate = Gate(monkeypatch)
+    slots = np.array([7, 8], np.int32)
+    assert rows.rows.late(slots) == [], "the first masks came with the grammar"
+    rows.rows.drawn(slots[:1], ids("a"))
+    rows.woken.clear()
+    assert rows.rows.late(slots) == [7]
+    assert rows.rows.awaited_until(7) == rows.now + module.MASKS_S
+    assert rows.rows.awaited_until(8) is None
+    assert not rows.woken.is_set()
+    gate.open()
+    assert rows.woken.wait(60)
+    assert rows.rows.awaited_until(7) is None
+    assert all(token.startswith("b") for token in rows.allowed(7)[0])
+    assert gate.asked == 1
 
-    return late
+
+def test_a_row_that_is_late_for_too_long_is_refused(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red when a row is late for ever, or each plan gives it its time anew."""
+    assert rows.prepare(9, "regex", "abc").error is None
+    gate = Gate(monkeypatch)
+    rows.rows.start(9, 9, ids("a"))
+    slot = np.array([9], np.int32)
+    began = rows.now
+    assert rows.rows.late(slot) == [9]
+    rows.now = began + 0.9 * module.MASKS_S
+    assert rows.rows.late(slot) == [9]
+    assert rows.rows.awaited_until(9) == began + module.MASKS_S
+    rows.now = began + module.MASKS_S
+    assert rows.rows.late(slot) == []
+    assert rows.rows.masks(slot) == ([], [(9, "what may come next wasn't found within 1 s")])
+    gate.open()
 
 
 def test_folders_without_what_it_takes(tmp_path: Path) -> None:
     """Red when a worker that can't serve grammars doesn't start, or doesn't say why it can't."""
-    assert "tokenizer.json" in str(open_grammars(tmp_path, VOCAB, (EOS,), print))
-    assert "eos" in str(open_grammars(TINY, VOCAB, (), print))
+    assert "tokenizer.json" in str(open_grammars(tmp_path, VOCAB, (EOS,), print, time.monotonic))
+    assert "eos" in str(open_grammars(TINY, VOCAB, (), print, time.monotonic))
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert "llguidance" in str(open_grammars(tmp_path, VOCAB, (EOS,), print))
+    assert "llguidance" in str(open_grammars(tmp_path, VOCAB, (EOS,), print, time.monotonic))

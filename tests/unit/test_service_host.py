@@ -106,6 +106,9 @@ class ScriptedExecutor:
     def prepared(self) -> list[GrammarPrepared]:
         return []
 
+    def caught_up(self) -> list[int]:
+        return []
+
     def forget(self, key: int) -> None: ...
 
     def quiesce(self) -> None: ...
