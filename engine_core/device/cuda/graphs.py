@@ -48,6 +48,16 @@ def bucket_of(available: list[int], count: int) -> int:
     return next(size for size in available if size >= count)
 
 
+class _Replay(functools.partial[None]):
+    """A partial for its speed."""
+
+    kept: object
+
+    def keeping(self, kept: object) -> Callable[[], None]:
+        self.kept = kept
+        return self
+
+
 class GraphPool:
     """Graphs that share memory because they never run at the same time: one lane's."""
 
@@ -57,7 +67,8 @@ class GraphPool:
     def capture(self, stream: Any, work: Callable[[], None]) -> Callable[[], None]:
         """Run the work once eagerly on the stream (lazy modules, library workspaces), then capture it there.
 
-        Returns what replays it on torch's current stream. The caller owns synchronization before and after.
+        Returns what replays it on torch's current stream, and keeps the work alive: a graph names the buffers that its
+        work closed over by their addresses, holding none of them. The caller owns synchronization before and after.
         """
         with _cuda.stream(stream):
             work()
@@ -66,4 +77,4 @@ class GraphPool:
         with _cuda.graph(graph, stream=stream, pool=self._pool, capture_error_mode="thread_local"):
             work()
         # torch's own method around it looks up devices and streams, which the launch doesn't need
-        return functools.partial(torch._C._CUDAGraph.replay, graph)
+        return _Replay(torch._C._CUDAGraph.replay, graph).keeping(work)
