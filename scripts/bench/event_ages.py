@@ -1,6 +1,6 @@
 """How old events are when they are in the client's socket, and where they aged.
 
-Owns the stamps of a server's processes (`stamped/sitecustomize.py` makes them) and their arithmetic. Every event's
+Owns the stamps of a server's processes (`inside/sitecustomize.py` makes them) and their arithmetic. Every event's
 oldest token is followed by its request and position, from the engine core's commit until the frontend has given the
 event's bytes to the kernel, so that no event hides behind younger ones of other streams. When the client gets round
 to reading is its own affair, and told beside.
@@ -8,10 +8,8 @@ to reading is its own affair, and told beside.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -20,24 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from scripts.bench.http_streams import READ_FIELDS, Answer
-from scripts.bench.stamped.sitecustomize import FOLDER, HEAD
+from scripts.bench.inside.sitecustomize import HEAD
 
 STAGES = ("waits in the engine core", "on its way to the frontend", "until in the client's socket")
 Times = npt.NDArray[np.float64]
 Item = TypeVar("Item", bound=np.generic)
-
-
-@contextlib.contextmanager
-def stamping(folder: Path) -> Iterator[None]:
-    """Processes started inside stamp into `folder`."""
-    before = dict(os.environ)
-    os.environ[FOLDER] = str(folder)
-    os.environ["PYTHONPATH"] = f"{Path(__file__).parent / 'stamped'}:{before.get('PYTHONPATH', '')}"
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 @dataclass(frozen=True, slots=True)

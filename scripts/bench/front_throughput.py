@@ -42,8 +42,9 @@ from frontend.engine_client import EngineClient
 from frontend.generate import generate
 from frontend.request import Sampling, TextRequest
 from frontend.tokenizer import Tokenizer
-from scripts.bench.event_ages import STAGES, Times, aged, read_stamps, stamping
+from scripts.bench.event_ages import STAGES, Times, aged, read_stamps
 from scripts.bench.http_streams import Answer, HttpStreams
+from scripts.bench.inside.sitecustomize import FOLDER, entered
 from scripts.bench.scale import factor
 from scripts.serving import TINY, Serving, served
 
@@ -155,7 +156,7 @@ async def http_round(server: Serving, _: EngineClient, tokens: int) -> Sample:
 
 def measure_ages(folder: Path, count: int, tokens: int) -> tuple[Times, Times]:
     """`event_ages.aged` over rounds with a server that stamps, which costs it some µs an event."""
-    with stamping(folder), served(TINY, folder / "serve.log", FLAGS) as server:
+    with entered(**{FOLDER: folder}), served(TINY, folder / "serve.log", FLAGS) as server:
         samples = uvloop.run(rounds(server, http_round, count, tokens))
     return aged(read_stamps(folder), [answer for sample in samples for answer in sample.answers])
 

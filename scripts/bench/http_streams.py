@@ -25,6 +25,8 @@ class Answer(asyncio.Protocol):
     def __init__(self, request: bytes) -> None:
         self._request = request
         self._tail = b""
+        self.begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Set with the first event."""
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.label = ""
         self.events = 0
@@ -35,12 +37,19 @@ class Answer(asyncio.Protocol):
         Flat, so that garbage collections pass it by: looking through a million objects would hold up every stream."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        cast(asyncio.WriteTransport, transport).write(self._request)  # uvloop's isn't a subclass
+        self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's isn't a subclass
+        self._transport.write(self._request)
+
+    def leave(self) -> None:
+        """Close the connection before the answer's end."""
+        self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
         # An event may be cut anywhere: count the first bytes of each that end in this piece.
         self.events += (self._tail[-5:] + data).count(b"data: ")
         tail = self._tail + data
+        if self.events and not self.begun.done():
+            self.begun.set_result(None)
         if not self.label and (at := tail.find(ID)) >= 0 and (end := tail.find(b'"', at + len(ID))) >= 0:
             self.label = tail[at + len(ID) : end].decode()
         counted = tail.rfind(COUNTED)
@@ -70,19 +79,25 @@ class HttpStreams:
         self._host, self._port, self._netloc = str(address.hostname), address.port or 80, address.netloc
         self._model = model
 
+    async def open(self, prompt: list[int], tokens: int, n: int = 1) -> Answer:
+        """An answer of n sequences of so many tokens, asked for and on its way."""
+        make = functools.partial(Answer, self._request(prompt, tokens, n))
+        _, answer = await asyncio.get_running_loop().create_connection(make, self._host, self._port)
+        return answer
+
     async def stream(self, prompt: list[int], tokens: int) -> Answer:
         """One whole answer of so many tokens. Raises RuntimeError for another one."""
-        make = functools.partial(Answer, self._request(prompt, tokens))
-        _, answer = await asyncio.get_running_loop().create_connection(make, self._host, self._port)
+        answer = await self.open(prompt, tokens)
         await answer.done
         answer.check(tokens)
         return answer
 
-    def _request(self, prompt: list[int], tokens: int) -> bytes:
+    def _request(self, prompt: list[int], tokens: int, n: int) -> bytes:
         body: dict[str, Any] = {
             "model": self._model,
             "prompt": prompt,
             "max_tokens": tokens,
+            "n": n,
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},

@@ -1,29 +1,49 @@
-"""Stamps in the processes of a server that `event_ages.stamping` has started: what passed where, and when.
+"""What benches need inside a server's processes: stamps of what passed where and when, and a pace for the fake device.
 
-Python imports this module by its name, since its folder is on PYTHONPATH. Wraps methods of the engine core and of the
-frontend, all but one of which run once a step; what they note is appended to a file of the process. The product's
-files stay as they are.
+Python imports this module by its name in every process that `entered` lets start with its folder on PYTHONPATH. Stamps
+wrap methods of the engine core and of the frontend, all but one of which run once a step, and append what they note to
+a file of the process; a pace lets the worker's steps end no sooner than it says. The product's files stay as they are.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import itertools
+import mmap
 import os
 import struct
 import sys
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 FOLDER = "GREENLANE_BENCH_STAMPS"
+"""The folder for stamps; without it there are none."""
+PACE = "GREENLANE_BENCH_PACE"
+"""A file that holds the shortest time of a step, SECONDS; without it there is none."""
+SECONDS = struct.Struct("<d")
 HEAD = struct.Struct("<cdI")
 """Kind, seconds of the monotonic clock (one for all processes), bytes that follow.
 
 Kinds: `l` a request's number and label, `c` committed, `s` sent and `r` received: a number for each token; `w` written:
 a number and its count of tokens for each event."""
+
+
+@contextlib.contextmanager
+def entered(**variables: Path) -> Iterator[None]:
+    """Processes started in this context import this module, and find these variables."""
+    before = dict(os.environ)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), before.get("PYTHONPATH", "")])
+    os.environ.update({name: str(path) for name, path in variables.items()})
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 class StampFile:
@@ -99,9 +119,27 @@ def in_frontend(stamps: StampFile) -> None:
     around(SequenceText, "read", read)
 
 
-if FOLDER in os.environ:
-    modules = {module for flag, module in itertools.pairwise(sys.orig_argv) if flag == "-m"}
-    if "engine_core" in modules and "engine" in sys.orig_argv:
-        in_engine_core(StampFile())
-    elif "frontend" in modules:
-        in_frontend(StampFile())
+def in_worker() -> None:
+    from engine_core.device.fake import FakeCompute
+
+    with open(os.environ[PACE], "rb") as file:
+        pace = mmap.mmap(file.fileno(), SECONDS.size, prot=mmap.PROT_READ)
+    ended = 0.0
+
+    def wait(*_: Any) -> None:
+        nonlocal ended
+        now = time.monotonic()
+        due = ended + SECONDS.unpack(pace)[0]
+        time.sleep(max(0.0, due - now))
+        ended = max(due, now)
+
+    around(FakeCompute, "read", wait)
+
+
+modules = {module for flag, module in itertools.pairwise(sys.orig_argv) if flag == "-m"}
+if FOLDER in os.environ and "engine_core" in modules and "engine" in sys.orig_argv:
+    in_engine_core(StampFile())
+elif FOLDER in os.environ and "frontend" in modules:
+    in_frontend(StampFile())
+elif PACE in os.environ and "engine_core" in modules and "worker" in sys.orig_argv:
+    in_worker()
