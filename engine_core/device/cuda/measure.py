@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -24,15 +25,15 @@ from engine_core.step import Lane, StepTimes
 
 _cuda: Any = torch.cuda  # torch's annotations of streams and events are incomplete
 REPEATS = 3
-CONTEXT_ROWS, CONTEXT = 32, 2048
+CONTEXT_ROWS, CONTEXT, LANE_CONTEXT = 32, 2048, 512
 CHUNK, HISTORY = 256, 8192
 
 
 def step_times(opened: Opened, decoding: dict[bool, dict[int, Replay]], total_pages: int) -> StepTimes:
     """Every table of `StepTimes`. The device is idle before and after; page tables and inputs are left as they were."""
-    meter = _Meter(opened, decoding)
+    meter = _Meter(opened, decoding, total_pages)
     lone, beside = meter.decode(), meter.beside()
-    context_ns, slowdown = meter.context(total_pages)
+    context_ns, slowdown = meter.context()
     return StepTimes(
         decode=lone,
         beside=beside,
@@ -45,8 +46,10 @@ def step_times(opened: Opened, decoding: dict[bool, dict[int, Replay]], total_pa
 
 
 class _Meter:
-    def __init__(self, opened: Opened, decoding: dict[bool, dict[int, Replay]]) -> None:
+    def __init__(self, opened: Opened, decoding: dict[bool, dict[int, Replay]], total_pages: int) -> None:
         self._opened = opened
+        self._total_pages = total_pages
+        self._rows = bucket_of(opened.row_buckets, min(CONTEXT_ROWS, opened.config.max_num_seqs))
         self._decoding = decoding
         self._primary: LaneWork = opened.lanes[Lane.PRIMARY]
         self._prefill: LaneWork = opened.lanes[Lane.PREFILL]
@@ -100,48 +103,56 @@ class _Meter:
         return out
 
     def lane(self) -> list[tuple[int, int]]:
-        """Alone on the partition, times what a decode beside it makes of the largest."""
+        """Alone on the partition, times what whole decode steps beside it make of a large one: they share memory."""
         sizes = [tokens for _, tokens in sorted(self._prefill.ragged)]
         alone = {tokens: self._prefill_us(tokens, beside=0) for tokens in sizes}
         probe = bucket_of(sizes, min(4096, sizes[-1]))
-        slowdown = self._prefill_us(probe, beside=2 + alone[probe] // 2000) / alone[probe]
+        with self._reading(LANE_CONTEXT):
+            slowdown = self._prefill_us(probe, beside=2 + alone[probe] // 2000) / alone[probe]
         return [(tokens, round(us * max(1.0, slowdown))) for tokens, us in alone.items()]
 
     def _prefill_us(self, tokens: int, beside: int) -> int:
         """A prefill on its lane, with so many decode steps enqueued beside it."""
-        rows = bucket_of(self._opened.row_buckets, min(CONTEXT_ROWS, self._opened.config.max_num_seqs))
+        step = self._step(self._decoding[True][self._rows], self._rows)
         self._plan(self._prefill, 0, tokens)
         began = time.perf_counter()
         with _cuda.stream(self._prefill.stream):
             self._prefill.ragged[0, tokens]()
         with _cuda.stream(self._primary.stream):
             for _ in range(beside):
-                self._decoding[True][rows]()
+                step()
         self._prefill.stream.synchronize()
         took = time.perf_counter() - began
         self._primary.stream.synchronize()
         return round(1e6 * took)
 
-    def context(self, total_pages: int) -> tuple[float, float]:
+    def context(self) -> tuple[float, float]:
         """(ns for each token of KV that decode attention reads, the same beside a prefill over it)."""
-        opened = self._opened
-        rows = bucket_of(opened.row_buckets, min(CONTEXT_ROWS, opened.config.max_num_seqs))
-        pages = min(CONTEXT // PAGE, total_pages // rows, opened.page_table.shape[1])
-        table = torch.arange(rows * pages, dtype=torch.int32, device=opened.device).view(rows, pages)
-        times = {}
-        for full in (False, True):
-            if full:
-                opened.page_table[:rows, :pages] = table
-                self._stage_rows(np.arange(rows), pages * PAGE - 1)
-            _cuda.synchronize()
-            times[False, full] = self._us(self._step(self._decoding[False][rows], rows))
-            with self._prefilling():
-                times[True, full] = self._us(self._step(self._decoding[True][rows], rows))
+        without = self._both()
+        with self._reading(CONTEXT) as tokens:
+            within = self._both()
+        lone, beside = (max(1, full - empty) for full, empty in zip(within, without, strict=True))
+        return 1e3 * lone / tokens, beside / lone
+
+    def _both(self) -> tuple[int, int]:
+        """A decode step alone and beside a prefill."""
+        lone = self._us(self._step(self._decoding[False][self._rows], self._rows))
+        with self._prefilling():
+            return lone, self._us(self._step(self._decoding[True][self._rows], self._rows))
+
+    @contextmanager
+    def _reading(self, context: int) -> Iterator[int]:
+        """Decode steps of `_rows` rows read so many tokens of KV each, or what there is; all of them together."""
+        opened, rows = self._opened, self._rows
+        pages = min(context // PAGE, self._total_pages // rows, opened.page_table.shape[1])
+        table = torch.arange(rows * pages, dtype=torch.int32, device=opened.device)
+        opened.page_table[:rows, :pages] = table.view(rows, pages)
+        self._stage_rows(np.arange(rows), pages * PAGE - 1)
+        _cuda.synchronize()
+        yield rows * pages * PAGE
         opened.page_table.zero_()
         self._stage_rows(np.full(rows, -1), 0)
         _cuda.synchronize()
-        lone, beside = (max(1, times[which, True] - times[which, False]) for which in (False, True))
-        return 1e3 * lone / (rows * pages * PAGE), beside / lone
 
     def _stage_rows(self, slots: npt.NDArray[np.integer[Any]], position: int) -> None:
         """What decode graphs replay over from now on."""
