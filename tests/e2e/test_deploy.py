@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import signal
 import ssl
 import subprocess
@@ -122,6 +123,38 @@ def test_the_pod_serves_and_its_probes_pass(machine: Machine, tmp_path: Path) ->
     finally:
         served.process.send_signal(signal.SIGTERM)
         assert served.process.wait(GUARD_S) == 0
+
+
+def test_the_manifests_fit_together() -> None:
+    """Red if a Service leads to no pod or port, or a container mounts what isn't there."""
+    deployment, service = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text(encoding="utf-8"))
+    pod, serve = container()
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert deployment["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert service["spec"]["selector"].items() <= labels.items()
+    ports = {port["name"] for port in serve["ports"]}
+    assert {port["targetPort"] for port in service["spec"]["ports"]} == ports
+    mounts = {mount["name"]: mount["mountPath"] for mount in serve["volumeMounts"]}
+    assert mounts.keys() == {volume["name"] for volume in pod["volumes"]}
+    files = [arg.partition("=")[2] for arg in serve["args"] if arg.partition("=")[2].startswith("/")]
+    assert len(files) == 4
+    assert [file for file in files if not any(file.startswith(f"{mount}/") for mount in mounts.values())] == []
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="only systemd can tell what its units mean")
+@pytest.mark.parametrize("name", ["greenlane.service", "greenlane-engine@.service", "greenlane-frontend.service"])
+def test_systemd_takes_the_units(tmp_path: Path, name: str) -> None:
+    """Red if a setting is misspelt or in the wrong section: systemd would pass over it."""
+    text = (DEPLOY / name).read_text(encoding="utf-8").replace("/opt/greenlane/.venv/bin/greenlane", "/bin/true")
+    path = tmp_path / name.replace("@", "@0")
+    path.write_text(text.replace("User=greenlane", "User=root").replace("Group=greenlane", "Group=root"))
+    verified = subprocess.run(
+        ["systemd-analyze", "verify", "--recursive-errors=no", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=GUARD_S,
+    )
+    assert (verified.returncode, verified.stderr) == (0, "")
 
 
 def test_the_image_copies_every_package() -> None:
