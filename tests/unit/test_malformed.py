@@ -22,7 +22,7 @@ from engine_core.health import Health
 from engine_core.server import bind, build_server
 from engine_core.service import ENGINE_SERVICE, EngineService
 from tests.unit.scripted_answers import Site
-from tests.unit.test_service_grpc import INFO, ScriptedCore, guarded
+from tests.unit.served_engine import INFO, ScriptedCore, guarded
 from tests.unit.text_front import text_front
 from tests.unit.vllm_front import fronting
 
