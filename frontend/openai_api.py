@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from frontend.http_server import Exchange, Routes
+from frontend.open_request import OpenRequest
 from frontend.openai_fields import Json, decode_object
 from frontend.openai_shapes import Collected, chat_logprobs, completion_logprobs, prompt_logprobs, total_usage
 from frontend.openai_stream import ChatEvents, CompletionEvents, Frame, Head, Prompt
@@ -30,7 +31,7 @@ from frontend.openai_types import (
 )
 from frontend.reasoning import ReasoningSplitter, opens_thinking
 from frontend.request import ApiError, Delta, TextRequest
-from frontend.serving import OpenRequest, Served
+from frontend.serving import Served
 from frontend.tools import CallSplitter, called, finish_reason
 
 CHAT_NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}

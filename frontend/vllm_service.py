@@ -25,10 +25,11 @@ from frontend.grpc_call import deadline_s, with_status
 from frontend.kv_events import KvEvents
 from frontend.load_meter import Load, LoadMeter
 from frontend.model_files import ModelFiles
+from frontend.open_request import OpenRequest
 from frontend.openai_fields import invalid
 from frontend.peers import Peers, Question
 from frontend.request import ApiError, Code
-from frontend.serving import Health, OpenRequest, Served
+from frontend.serving import Health, Served
 from frontend.vllm_answer import AnswerMessages
 from frontend.vllm_request import prompt_ids, text_request
 

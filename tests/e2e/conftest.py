@@ -1,4 +1,4 @@
-"""Servers for the end-to-end tests: one shared by tests that leave it unharmed, and a maker for the others."""
+"""Servers for the end-to-end tests: one shared by tests that leave it unharmed, makers of others and of gateways."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.harness import Server, alive, until
+from tests.e2e.smg import Smg
 
 MakeServer = Callable[..., Server]
 
@@ -36,3 +37,20 @@ def make_server(tmp_path: Path) -> Iterator[MakeServer]:
         seen |= server.tree().keys()
         server.stop()
     until(lambda: not alive(sorted(seen)), "all processes of the test's servers are gone")
+
+
+MakeSmg = Callable[..., Smg]
+
+
+@pytest.fixture
+def make_smg(tmp_path: Path) -> Iterator[MakeSmg]:
+    """Starts gateways of a test's own; they end with it."""
+    gateways: list[Smg] = []
+
+    def make(*servers: Server) -> Smg:
+        gateways.append(Smg(tmp_path / f"smg-{len(gateways)}.log", *servers, flags=["--policy=round_robin"]))
+        return gateways[-1]
+
+    yield make
+    for gateway in gateways:
+        gateway.stop()

@@ -16,6 +16,16 @@ from tests.e2e.harness import GUARD_S, Server, until
 QUICK = ["--worker-startup-check-interval=1", "--health-check-interval-secs=1", "--health-failure-threshold=1"]
 """Registers and notices changes within seconds, so that tests needn't wait for a minute."""
 
+VLLM = "--vllm-grpc-port=0"
+CHAT: dict[str, Any] = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "What is a whale?"}],
+    "max_tokens": 12,
+    "temperature": 0,
+}
+COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "It is a truth", "max_tokens": 12, "temperature": 0}
+ENDLESS: dict[str, Any] = {**COMPLETION, "max_tokens": 1900, "ignore_eos": True, "temperature": 1}
+
 
 class Smg:
     """One gateway, with its defaults and `flags`."""
@@ -78,3 +88,24 @@ def free_port() -> int:
     """A port that was free a moment ago: smg can't be asked which one it took."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
+
+
+def ask(base: Server | Smg, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The answer of a server or of a gateway to the same question."""
+    with base.client() as client:
+        answer: dict[str, Any] = client.post(path, json=body).raise_for_status().json()
+        return answer
+
+
+def chat_text(answer: dict[str, Any], choice: int = 0) -> str:
+    return str(answer["choices"][choice]["message"]["content"])
+
+
+def open_sequences(server: Server) -> int:
+    gauges = server.stats().gauges
+    return gauges.running + gauges.waiting
+
+
+def gateway_answers(gateway: Smg) -> bool:
+    with gateway.client() as client:
+        return client.post("/v1/completions", json=COMPLETION).is_success

@@ -1,14 +1,13 @@
-"""smg, a real gateway, in front of real servers: what its clients get, and what becomes of it when servers go."""
+"""smg, a real gateway, in front of real servers: what its clients get, and what it knows of its servers."""
 
 from __future__ import annotations
 
 import functools
 import json
 import os
-import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +15,12 @@ import httpx
 import openai
 import pytest
 
-from scripts.serving import TINY, ServeError
-from tests.e2e.conftest import MakeServer
-from tests.e2e.harness import GUARD_S, Server, until
-from tests.e2e.smg import Smg
+from scripts.serving import ServeError
+from tests.e2e.conftest import MakeServer, MakeSmg
+from tests.e2e.harness import Server, until
+from tests.e2e.smg import CHAT, COMPLETION, ENDLESS, VLLM, Smg, ask, chat_text, gateway_answers, open_sequences
 
 pytestmark = pytest.mark.e2e
-
-VLLM = "--vllm-grpc-port=0"
-CHAT: dict[str, Any] = {
-    "model": "tiny",
-    "messages": [{"role": "user", "content": "What is a whale?"}],
-    "max_tokens": 12,
-    "temperature": 0,
-}
-COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "It is a truth", "max_tokens": 12, "temperature": 0}
-ENDLESS: dict[str, Any] = {**COMPLETION, "max_tokens": 1900, "ignore_eos": True, "temperature": 1}
 
 
 @pytest.fixture(scope="module")
@@ -45,34 +34,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Smg
         gateway.stop()
     finally:
         assert server.stop() == 0, server.logged()
-
-
-MakeSmg = Callable[..., Smg]
-
-
-@pytest.fixture
-def make_smg(tmp_path: Path) -> Iterator[MakeSmg]:
-    """Starts gateways of a test's own; they end with it."""
-    gateways: list[Smg] = []
-
-    def make(*servers: Server) -> Smg:
-        gateways.append(Smg(tmp_path / f"smg-{len(gateways)}.log", *servers, flags=["--policy=round_robin"]))
-        return gateways[-1]
-
-    yield make
-    for gateway in gateways:
-        gateway.stop()
-
-
-def ask(base: Server | Smg, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The answer of a server or of a gateway to the same question."""
-    with base.client() as client:
-        answer: dict[str, Any] = client.post(path, json=body).raise_for_status().json()
-        return answer
-
-
-def chat_text(answer: dict[str, Any], choice: int = 0) -> str:
-    return str(answer["choices"][choice]["message"]["content"])
 
 
 # ------------------------------ answers
@@ -248,16 +209,6 @@ def holds(server: Server, count: int) -> bool:
     return open_sequences(server) == count
 
 
-def open_sequences(server: Server) -> int:
-    gauges = server.stats().gauges
-    return gauges.running + gauges.waiting
-
-
-def gateway_answers(gateway: Smg) -> bool:
-    with gateway.client() as client:
-        return client.post("/v1/completions", json=COMPLETION).is_success
-
-
 # ------------------------------ prefix caches
 
 
@@ -295,45 +246,6 @@ def knows_none(gateway: Smg, server: Server) -> bool:
     return gateway.blocks(server) == 0
 
 
-# ------------------------------ losses
-
-
-class Stream:
-    """A streamed completion on a thread of its own, known to be under way, then watched to its end."""
-
-    def __init__(self, gateway: Smg, body: dict[str, Any]) -> None:
-        self.events: list[dict[str, Any]] = []
-        self.done = False
-        self._began = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(gateway, body), daemon=True)
-        self._thread.start()
-        assert self._began.wait(GUARD_S), "nothing came"
-
-    def _run(self, gateway: Smg, body: dict[str, Any]) -> None:
-        with gateway.client() as client, client.stream("POST", "/v1/completions", json={**body, "stream": True}) as got:
-            for line in got.iter_lines():
-                if line == "data: [DONE]":
-                    self.done = True
-                elif line.startswith("data: "):
-                    self.events.append(json.loads(line.removeprefix("data: ")))
-                    self._began.set()
-        self._began.set()
-
-    def join(self) -> Stream:
-        self._thread.join(GUARD_S)
-        assert not self._thread.is_alive(), "the stream never ended"
-        return self
-
-    @property
-    def error(self) -> dict[str, Any] | None:
-        return next((event["error"] for event in self.events if "error" in event), None)
-
-    @property
-    def finish_reason(self) -> str | None:
-        reasons = [choice["finish_reason"] for event in self.events for choice in event.get("choices", ())]
-        return next((reason for reason in reasons if reason), None)
-
-
 def test_client_gone(pair: tuple[Server, Smg]) -> None:
     """Red if a request runs on for a client of the gateway that has left."""
     server, gateway = pair
@@ -341,54 +253,6 @@ def test_client_gone(pair: tuple[Server, Smg]) -> None:
         next(got.iter_lines())
         assert open_sequences(server) == 1
     until(server.idle, "the request was aborted")
-
-
-def test_worker_killed_and_back(make_server: MakeServer, make_smg: MakeSmg) -> None:
-    """Red if a stream that lost its worker ends as if all were well, or the gateway needs a restart afterwards."""
-    server = make_server(VLLM)
-    gateway = make_smg(server)
-    stream = Stream(gateway, ENDLESS)
-    os.kill(server.pid("worker"), signal.SIGKILL)
-    assert stream.join().error is not None
-    assert stream.finish_reason is None
-    until(lambda: gateway_answers(gateway), "serving again")
-    until(lambda: gateway.healthy() == {server.vllm}, "healthy again")
-
-
-def test_two_engines_and_a_drain(make_server: MakeServer, make_smg: MakeSmg) -> None:
-    """Red if only one of two engines gets requests, if a drain cuts off a stream, or if the gateway's clients notice
-    that one of the two has gone."""
-    first, second = make_server(VLLM), make_server(VLLM)
-    gateway = make_smg(first, second)
-    served = [server.stats().counters.sequences_accepted for server in (first, second)]
-    for _ in range(6):
-        ask(gateway, "/v1/completions", COMPLETION)
-    assert all(
-        server.stats().counters.sequences_accepted > before
-        for server, before in zip((first, second), served, strict=True)
-    )
-    streams = [Stream(gateway, {**ENDLESS, "max_tokens": 800}) for _ in range(2)]
-    assert [open_sequences(server) for server in (first, second)] == [1, 1]
-    first.process.send_signal(signal.SIGTERM)
-    until(lambda: first.health() != 200, "draining")
-    for _ in range(6):
-        ask(gateway, "/v1/completions", COMPLETION)
-    assert [stream.join().finish_reason for stream in streams] == ["length", "length"]
-    assert [stream.error for stream in streams] == [None, None]
-    assert first.process.wait(GUARD_S) == 0
-    for _ in range(6):
-        ask(gateway, "/v1/completions", COMPLETION)
-    until(lambda: gateway.healthy() == {second.vllm}, "the first one is out of routing")
-
-
-def test_tokenizer_from_the_server(tmp_path: Path, make_server: MakeServer, make_smg: MakeSmg) -> None:
-    """Red if a gateway on another machine, which doesn't have the model's folder, can't tokenize."""
-    folder = tmp_path / "model"
-    shutil.copytree(TINY, folder)
-    server = make_server(VLLM, model=folder)
-    expected = chat_text(ask(server, "/v1/chat/completions", CHAT))
-    folder.rename(tmp_path / "elsewhere")
-    assert chat_text(ask(make_smg(server), "/v1/chat/completions", CHAT)) == expected
 
 
 def test_taken_port(tmp_path: Path, pair: tuple[Server, Smg]) -> None:

@@ -23,7 +23,8 @@ from engine_core.request import (
 from engine_core.scheduling.policy import FixedPolicy, PrefillPolicy
 from engine_core.scheduling.scheduler import Scheduler
 from engine_core.step import GrammarPrepared
-from tests.engine.simulated_worker import EOS, LANE_US, STEP_US, SimulatedWorker, params
+from tests.engine.simulated_model import EOS, params
+from tests.engine.simulated_worker import LANE_US, STEP_US, SimulatedWorker
 
 
 @dataclass

@@ -11,13 +11,12 @@ import itertools
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 import numpy as np
 
 from engine_core.errors import EngineDead
-from engine_core.request import Grammar, Request, SamplingParams, sequence_seed
+from engine_core.request import Grammar
 from engine_core.step import (
     GrammarPrepared,
     LogprobBlock,
@@ -29,45 +28,10 @@ from engine_core.step import (
     StepPlan,
     StepResult,
 )
+from tests.engine.simulated_model import digest, draw, history
 
-VOCABULARY = 48
 STEP_US, LANE_US = 650, 7_000
 """What every step, and every batch on the prefill lane, says it took."""
-EOS = 0
-_MASK = (1 << 61) - 1
-
-
-def digest(previous: int, token: int) -> int:
-    """What a position's KV stands for: this token after that history."""
-    return (previous * 1_000_003 + (token + 17) * 7_919) & _MASK
-
-
-def history(tokens: list[int]) -> int:
-    value = 1
-    for token in tokens:
-        value = digest(value, token)
-    return value
-
-
-def draw(state: int, seed: int, suppressed: tuple[int, ...]) -> int:
-    """The token after a history; suppressed ids can't be drawn."""
-    token = ((state ^ (seed * 0x9E3779B97F4A7C15)) >> 7) % VOCABULARY
-    while token in suppressed:
-        token = (token + 1) % VOCABULARY
-    return token
-
-
-def expected_tokens(request: Request, index: int, eos: tuple[int, ...] = (EOS,)) -> list[int]:
-    """Tokens of one sequence, computed alone and from scratch."""
-    params, tokens = request.params, [int(token) for token in request.ids]
-    stops = params.stop_token_ids.union(() if params.ignore_eos and request.grammar is None else eos)
-    output: list[int] = []
-    while len(output) < params.max_tokens:
-        barred = tuple(sorted(stops)) if len(output) < params.min_tokens else ()
-        output.append(draw(history(tokens + output), sequence_seed(params.seed, index), barred))
-        if output[-1] in stops and len(output) > params.min_tokens:
-            break
-    return output
 
 
 @dataclass
@@ -452,29 +416,3 @@ def _ints(data: bytes) -> list[int]:
 
 def _bytes(values: list[int]) -> bytes:
     return np.array(values, "<i4").tobytes()
-
-
-def params(**changes: Any) -> SamplingParams:
-    """Plain sampling parameters with some changed."""
-    values: dict[str, Any] = {
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": 0,
-        "min_p": 0.0,
-        "seed": 1,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "logit_bias": {},
-        "max_tokens": 8,
-        "min_tokens": 0,
-        "stop_token_ids": frozenset(),
-        "ignore_eos": True,
-        "n": 1,
-        "logprobs": -1,
-        "prompt_logprobs": -1,
-    }
-    unknown = changes.keys() - values.keys()
-    if unknown:
-        raise ValueError(f"no such parameters: {sorted(unknown)}")
-    return SamplingParams(**{**values, **changes})

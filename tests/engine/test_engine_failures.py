@@ -13,7 +13,7 @@ from engine_core.request import FINISH_ERROR, FINISH_REJECTED, Finish, FinishErr
 from engine_core.scheduling.sequence import Ended
 from engine_core.step import LogprobBlock, PrefillResult, PromptLogprobBlock, StepResult
 from tests.engine.rig import Rig
-from tests.engine.simulated_worker import expected_tokens
+from tests.engine.simulated_model import expected_tokens
 
 PROMPT = [1, 2, 3, 4, 5, 6]
 CAUSE = "RuntimeError: the forward raised: OutOfMemoryError: 3 GiB were asked for"

@@ -18,7 +18,7 @@ from engine_core.request import (
     Request,
 )
 from tests.engine.rig import Rig
-from tests.engine.simulated_worker import expected_tokens
+from tests.engine.simulated_model import expected_tokens
 
 PROMPT = [1, 2, 3, 4, 5, 6]
 

@@ -25,7 +25,8 @@ from engine_core.request import (
     prefix_chain,
 )
 from tests.engine.rig import Rig, Seen
-from tests.engine.simulated_worker import expected_tokens, prompt_logprob
+from tests.engine.simulated_model import expected_tokens
+from tests.engine.simulated_worker import prompt_logprob
 
 MAX_MODEL_LEN = 40
 BASES = [[1 + (7 * i + 3 * base) % 40 for i in range(24)] for base in range(3)]

@@ -8,7 +8,7 @@ from engine_core.errors import RejectReason, StatusCode
 from engine_core.request import FINISH_ABORT, FINISH_ERROR, FINISH_STOP, Abort
 from engine_core.scheduling.grammars import MAX_AHEAD
 from tests.engine.rig import Rig
-from tests.engine.simulated_worker import EOS, expected_tokens
+from tests.engine.simulated_model import EOS, expected_tokens
 
 PROMPT = [1, 2, 3, 4, 5, 6]
 

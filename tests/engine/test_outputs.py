@@ -8,7 +8,7 @@ from engine_core.request import LogprobColumns
 from engine_core.scheduling.outputs import Events, OutputBuffer, Started, TokenColumns, select_logprobs
 from engine_core.scheduling.rows import SessionRows
 from tests.engine.rig import Rig
-from tests.engine.simulated_worker import expected_tokens
+from tests.engine.simulated_model import expected_tokens
 
 
 def columns(*entries: tuple[int, int, list[int]]) -> LogprobColumns:

@@ -16,7 +16,8 @@ from engine_core.scheduling.policy import FixedPolicy
 from engine_core.scheduling.step_model import Observed, Work
 from engine_core.step import PrefillResult, StepResult
 from tests.engine.rig import Rig
-from tests.engine.simulated_worker import LANE_US, STEP_US, expected_tokens
+from tests.engine.simulated_model import expected_tokens
+from tests.engine.simulated_worker import LANE_US, STEP_US
 
 PROMPT = [1, 2, 3, 4, 5, 6]
 LONG = [7 + i % 30 for i in range(20)]

@@ -8,7 +8,7 @@ import pytest
 from engine_core.request import FINISH_LENGTH, FINISH_STOP, Abort
 from engine_core.step import MAX_CHUNKS, PrefillChunk, RowStart, StepPlan
 from tests.engine.rig import Rig
-from tests.engine.simulated_worker import EOS, expected_tokens
+from tests.engine.simulated_model import EOS, expected_tokens
 
 
 def prompt(length: int, first: int = 1) -> list[int]:
