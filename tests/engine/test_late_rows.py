@@ -10,7 +10,7 @@ import pytest
 from engine_core.request import FINISH_ABORT, FINISH_LENGTH, Abort, Request
 from engine_core.scheduling.flight import ResultMismatch
 from tests.engine.rig import Rig
-from tests.engine.simulated_worker import expected_tokens
+from tests.engine.simulated_model import expected_tokens
 
 PROMPT = [1, 2, 3, 4, 5, 6]
 
