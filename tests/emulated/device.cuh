@@ -267,13 +267,6 @@ inline std::vector<std::vector<Copy>>& groups() {
 inline void forget_copies() { copies.clear(); }
 }  // namespace emulation
 
-// Reads what the instruction may: a range beyond its matrix is found by whoever watches memory.
-inline void ask_for(const void* p, int bytes) {
-  if (bytes <= 0 || bytes % 16 != 0 || reinterpret_cast<std::uintptr_t>(p) % 16 != 0) std::abort();
-  const volatile unsigned char* const range = static_cast<const unsigned char*>(p);
-  static_cast<void>(range[0] + range[bytes - 1]);
-}
-
 inline void copy_async(Words* to, const void* from) { emulation::groups().back().push_back({to, from}); }
 inline void commit_copies() { emulation::groups().emplace_back(); }
 template <int N>

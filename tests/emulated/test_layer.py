@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-
-import numpy as np
 import pytest
 import torch
 
 from engine_core.ops.cuda import reference
-from engine_core.ops.cuda.layer import AddRmsNorm, Ahead, EmbedLast, Heads, RopeAndStore, SiluMul, rope_table
+from engine_core.ops.cuda.layer import AddRmsNorm, EmbedLast, Heads, RopeAndStore, SiluMul, rope_table
 from tests.emulated import EmulatedKernels
 from tests.emulated.comparing import BF16, assert_near, integers, poisoned, random
 
@@ -41,45 +37,6 @@ def test_silu_mul(kernels: EmulatedKernels) -> None:
     gate_up, y = random(3, 2 * 2056), poisoned(3, 2056)
     SiluMul(kernels)(gate_up, y)
     assert_near(y, reference.silu_mul(gate_up))
-
-
-def test_weights_asked_for_ahead_stay_within_their_matrix(kernels: EmulatedKernels) -> None:
-    """Red if a row's beginning is counted in values, or rows beyond the last are asked for: memory there is no one's.
-
-    The emulation reads both ends of what is asked for; the matrix ends with its page, the next one can't be read.
-    """
-    weights = last_of_page(3001, 72)
-    ahead = Ahead.of(weights, 3001 * 128)
-    assert (ahead.rows, ahead.stride, ahead.bytes) == (3001, 144, 128)
-    gate_up, y = random(2, 2 * 128), poisoned(2, 128)
-    SiluMul(kernels)(gate_up, y, ahead)
-    residual, weight, out = random(2, 64), random(64), poisoned(2, 64)
-    AddRmsNorm(64, EPSILON, kernels)(None, residual, weight, out, Ahead.of(weights, 1 << 40))
-
-
-def test_weights_ahead_come_in_lines() -> None:
-    """Red if a share below a line is asked for: each row would cost a request for nearly nothing."""
-    weights = random(100, 256)
-    assert Ahead.of(weights, 100 * 127).rows == 0
-    assert Ahead.of(weights, 100 * 300).bytes == 256
-    assert Ahead.of(weights, 1 << 30).bytes == 512
-
-
-def last_of_page(rows: int, columns: int) -> torch.Tensor:
-    """A matrix whose last byte is the last one that may be read."""
-    size = rows * columns * 2
-    pages = -(-size // mmap.PAGESIZE) + 1
-    memory = mmap.mmap(-1, pages * mmap.PAGESIZE)
-    base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    guard = ctypes.c_void_p(base + (pages - 1) * mmap.PAGESIZE)
-    assert ctypes.CDLL(None, use_errno=True).mprotect(guard, ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
-    KEPT.append(memory)
-    values = np.frombuffer(memory, np.int16, rows * columns, (pages - 1) * mmap.PAGESIZE - size)
-    return torch.from_numpy(values).view(BF16).view(rows, columns)
-
-
-KEPT: list[mmap.mmap] = []
-"""As long as the process: their tensors may be anywhere."""
 
 
 def test_embeddings_of_the_last_tokens(kernels: EmulatedKernels) -> None:

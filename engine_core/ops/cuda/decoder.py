@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine_core.model_config import ModelConfig
 from engine_core.ops.cuda.kernel import Kernels
-from engine_core.ops.cuda.layer import NOTHING_AHEAD, AddRmsNorm, Ahead, EmbedLast, Heads, RopeAndStore, SiluMul
+from engine_core.ops.cuda.layer import AddRmsNorm, EmbedLast, Heads, RopeAndStore, SiluMul
 from engine_core.ops.cuda.linear import Epilogue, LinearWeights, SkinnyLinear
 from engine_core.ops.cuda.matmul import Multiply
 
@@ -23,18 +23,8 @@ FEW_ROWS = 8
 """At 16 rows cuBLAS takes 70 us for a 4B layer's four products on an H200, the fused kernels 97; at 8 rows 69 and 73,
 and the fused ones have done the norms, the gate and the adds besides."""
 
-AHEAD_ROWS = 64
-"""Beyond, products are bound by arithmetic."""
-AHEAD_BYTES = 24 << 20
-"""Of the next product's weights that the small kernel before it asks for: what memory can bring in the meantime."""
-
 Attend = Callable[[Tensor, Tensor, Tensor], None]
 """(qkv [rows, heads, D], the layer's KV pool, out [rows, query heads, D]): attention, KV already written."""
-
-
-def ahead(weights: Tensor, rows: int) -> Ahead:
-    """What the small kernel before a product of so many rows asks for."""
-    return Ahead.of(weights, AHEAD_BYTES) if rows <= AHEAD_ROWS else NOTHING_AHEAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +157,9 @@ class CudaDecoder:
             return
         hidden = torch.empty_like(residual)
         self._add_norm(None, residual, self._layers[0].input_norm, hidden)
-        for index, (layer, following) in enumerate(zip(self._layers, [*self._layers[1:], None], strict=True)):
-            self._many_rows(layer, following, hidden, residual, slots, positions, kv[index], attend, multiply)
+        following = [layer.input_norm for layer in self._layers[1:]] + [self._final_norm]
+        for index, (layer, norm) in enumerate(zip(self._layers, following, strict=True)):
+            self._many_rows(layer, norm, hidden, residual, slots, positions, kv[index], attend, multiply)
 
     def _few_rows(
         self, layer: _Layer, residual: Tensor, slots: Tensor, positions: Tensor, kv: Tensor, attend: Attend
@@ -185,7 +176,7 @@ class CudaDecoder:
     def _many_rows(
         self,
         layer: _Layer,
-        following: _Layer | None,
+        norm: Tensor,
         hidden: Tensor,
         residual: Tensor,
         slots: Tensor,
@@ -194,33 +185,20 @@ class CudaDecoder:
         attend: Attend,
         multiply: Multiply,
     ) -> None:
-        """`hidden` holds the layer's normed input, and afterwards the next one's, or the head's."""
-        rows = residual.shape[0]
+        """`hidden` holds the layer's normed input, and afterwards the next one's."""
         qkv = multiply(hidden, layer.qkv, layer.qkv_bias)
-        attended = self._attention(layer, qkv, slots, positions, kv, attend, ahead(layer.out, rows))
-        product = multiply(attended, layer.out)
-        self._add_norm(product, residual, layer.post_norm, hidden, ahead(layer.gate_up, rows))
-        gated = residual.new_empty(rows, self._config.intermediate_size)
-        self._silu_mul(multiply(hidden, layer.gate_up), gated, ahead(layer.down, rows))
-        product = multiply(gated, layer.down)
-        if following is None:
-            self._add_norm(product, residual, self._final_norm, hidden)
-        else:
-            self._add_norm(product, residual, following.input_norm, hidden, ahead(following.qkv, rows))
+        attended = self._attention(layer, qkv, slots, positions, kv, attend)
+        self._add_norm(multiply(attended, layer.out), residual, layer.post_norm, hidden)
+        gated = residual.new_empty(residual.shape[0], self._config.intermediate_size)
+        self._silu_mul(multiply(hidden, layer.gate_up), gated)
+        self._add_norm(multiply(gated, layer.down), residual, norm, hidden)
 
     def _attention(
-        self,
-        layer: _Layer,
-        qkv: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-        kv: Tensor,
-        attend: Attend,
-        weights_ahead: Ahead = NOTHING_AHEAD,
+        self, layer: _Layer, qkv: Tensor, slots: Tensor, positions: Tensor, kv: Tensor, attend: Attend
     ) -> Tensor:
         heads, rows = self._heads, qkv.shape[0]
         by_head = qkv.view(rows, heads.total, heads.head_dim)
-        self._rope_and_store(by_head, layer.norms, self._rope, positions, slots, self._page_table, kv, weights_ahead)
+        self._rope_and_store(by_head, layer.norms, self._rope, positions, slots, self._page_table, kv)
         out = qkv.new_empty(rows, heads.query, heads.head_dim)
         attend(by_head, kv, out)
         return out.view(rows, -1)

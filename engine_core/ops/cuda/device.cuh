@@ -56,11 +56,6 @@ __device__ inline Words load_words(const void* p) {
   return r;
 }
 
-// Constants into the second-level cache, some time; 16-byte pieces.
-__device__ inline void ask_for(const void* p, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
-}
-
 // 16 bytes to shared memory, not waited for. What a thread has copied becomes readable to that thread by
 // wait_for_copies<N>(), which leaves the N groups committed last in flight; to others by a barrier after that.
 __device__ inline void copy_async(Words* to, const void* from) {

@@ -15,7 +15,7 @@ import torch
 
 SOURCES = Path(__file__).parent
 Grid = tuple[int, int, int]
-Argument = ctypes.c_void_p | ctypes.c_int32 | ctypes.c_float | ctypes.Structure
+Argument = ctypes.c_void_p | ctypes.c_int32 | ctypes.c_float
 
 
 class KernelError(Exception):

@@ -17,28 +17,6 @@ EMBED_THREADS = 128
 HEAD_DIMS = (64, 128)
 
 
-class Ahead(ctypes.Structure):
-    """Weights that a later launch reads and this one asks memory for: see ahead.cuh."""
-
-    _fields_ = (
-        ("matrix", ctypes.c_void_p),
-        ("rows", ctypes.c_int32),
-        ("stride", ctypes.c_int32),
-        ("bytes", ctypes.c_int32),
-    )
-
-    @classmethod
-    def of(cls, matrix: torch.Tensor, most_bytes: int) -> Ahead:
-        """The beginning of each row of a bf16 matrix, up to `most_bytes` of all of it."""
-        rows, columns = matrix.shape
-        share = min(2 * columns, most_bytes // rows)
-        return cls(matrix.data_ptr(), rows, 2 * columns, share // LINE * LINE) if share >= LINE else NOTHING_AHEAD
-
-
-LINE = 128
-NOTHING_AHEAD = Ahead()
-
-
 class EmbedLast:
     """y = the embedding of each row's newest token, taken by slot: what feeds a decode step."""
 
@@ -72,20 +50,13 @@ class AddRmsNorm:
         self._epsilon = ctypes.c_float(epsilon)
         self._launch = kernels.load(Kernel("norm.cu", "add_rms_norm", (("WIDTH", width),)))
 
-    def __call__(
-        self,
-        x: torch.Tensor | None,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        y: torch.Tensor,
-        ahead: Ahead = NOTHING_AHEAD,
-    ) -> None:
+    def __call__(self, x: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
         """bf16 [rows, width] each, weight [width]; x None adds nothing; y may be x. `residual` is updated in place."""
         rows = residual.shape[0]
         for tensor, what in ((residual, "residual"), (y, "y"), *(() if x is None else ((x, "x"),))):
             require(tensor, torch.bfloat16, (rows, self._width), what)
         require(weight, torch.bfloat16, (self._width,), "weight")
-        arguments: list[Argument] = [address(x), address(residual), address(weight), address(y), self._epsilon, ahead]
+        arguments: list[Argument] = [address(x), address(residual), address(weight), address(y), self._epsilon]
         self._launch((rows, 1, 1), THREADS, arguments)
 
 
@@ -95,7 +66,7 @@ class SiluMul:
     def __init__(self, kernels: Kernels) -> None:
         self._launch = kernels.load(Kernel("gate.cu", "silu_mul"))
 
-    def __call__(self, gate_up: torch.Tensor, y: torch.Tensor, ahead: Ahead = NOTHING_AHEAD) -> None:
+    def __call__(self, gate_up: torch.Tensor, y: torch.Tensor) -> None:
         """gate_up: bf16 [rows, 2 width]; y: bf16 [rows, width], width a multiple of 8."""
         rows, width = y.shape
         if width % 8:
@@ -103,7 +74,7 @@ class SiluMul:
         require(gate_up, torch.bfloat16, (rows, 2 * width), "gate_up")
         require(y, torch.bfloat16, (rows, width), "y")
         blocks = (width // 8 + THREADS - 1) // THREADS
-        self._launch((blocks, rows, 1), THREADS, [address(gate_up), address(y), ctypes.c_int32(width), ahead])
+        self._launch((blocks, rows, 1), THREADS, [address(gate_up), address(y), ctypes.c_int32(width)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +118,6 @@ class RopeAndStore:
         slots: torch.Tensor,
         page_table: torch.Tensor,
         kv: torch.Tensor,
-        ahead: Ahead = NOTHING_AHEAD,
     ) -> None:
         """One layer's tokens. A token whose slot is -1 is left alone and writes nothing.
 
@@ -177,6 +147,5 @@ class RopeAndStore:
                 ctypes.c_int32(heads.page_size),
                 ctypes.c_int32(page_table.shape[1]),
                 self._epsilon,
-                ahead,
             ],
         )

@@ -1,6 +1,5 @@
 // Residual add and RMSNorm of whole rows in one pass. -D WIDTH: the hidden size, a multiple of 8.
 #include "device.cuh"
-#include "ahead.cuh"
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
@@ -18,8 +17,7 @@ __device__ inline float block_sum(float value) {
 
 // residual += x (skipped if x is null), then y = RMSNorm(residual) * weight. One block a row; y may be x.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    add_rms_norm(const u16* x, u16* residual, const u16* weight, u16* y, float epsilon, Ahead ahead) {
-  bring_closer(ahead);
+    add_rms_norm(const u16* x, u16* residual, const u16* weight, u16* y, float epsilon) {
   constexpr int VECTORS = WIDTH / 8;
   constexpr int TURNS = (VECTORS + THREADS - 1) / THREADS;
   Words weights[TURNS];

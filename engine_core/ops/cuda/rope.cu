@@ -4,7 +4,6 @@
 //   HEAD_DIM   64 or 128
 //   QK_NORM    1 if queries and keys are normed
 #include "device.cuh"
-#include "ahead.cuh"
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
@@ -17,8 +16,7 @@ constexpr int WARPS = THREADS / 32;
 extern "C" __global__ void __launch_bounds__(THREADS)
     rope_and_store(u16* qkv, const u16* q_norm, const u16* k_norm, const float* rope, const int* positions,
                    const int* slots, const int* page_table, u16* kv, int query_heads, int kv_heads, int page_size,
-                   int table_width, float epsilon, Ahead ahead) {
-  bring_closer(ahead);
+                   int table_width, float epsilon) {
   constexpr int HALF = HEAD_DIM / 2;
   constexpr int EACH = HALF / 32;  // neighbouring dimensions of each half that a lane holds
   const int lane = threadIdx.x % 32;
