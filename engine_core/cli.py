@@ -82,7 +82,7 @@ FLAGS = (
         "itl_target_ms",
         float,
         "MS",
-        "what a decode step may take beside prefill, for auto; default: 1.95 times its lone pace",
+        "what a decode step may take beside prefill, for auto; default: twice its lone pace",
     ),
     Flag("ttft_target_ms", float, "MS", "how long prompts may wait before decode gives way, for auto; default: 400"),
     Flag(

@@ -49,7 +49,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     decode_sms: int | None = None
     staged_inputs: str = "on"
     itl_target_ms: float | None = None
-    """With auto: what a decode step may take while prompts are computed; default: 1.95 times its lone pace."""
+    """With auto: what a decode step may take while prompts are computed; default: twice its lone pace."""
     ttft_target_ms: float | None = None
     """With auto: when prompts would wait longer than this, decode steps may take longer than their target; default:
     400 without an ITL target, never with one."""

@@ -21,7 +21,7 @@ from typing import Protocol
 from engine_core.scheduling.step_model import Load, Observed, StepModel
 from engine_core.step import MOST_PRIMARY_TOKENS, StepTimes
 
-TARGET_FACTOR = 1.95
+TARGET_FACTOR = 2.0
 """Without `--itl-target-ms`: a decode step may take so many times as long as it would alone."""
 TTFT_TARGET_MS = 400.0
 """Without `--ttft-target-ms` and `--itl-target-ms`: how long prompts may take, all that wait together."""

@@ -144,6 +144,7 @@ def _open(
         library=library,
         choices=Choices(choices_file(CODE_FOLDER, properties.name, library.version)),
         sms=library.sms,
+        branch=_cuda.Stream(),
     )
     progress("prepare prefill attention", 0, 1)
     for lane in streams:
@@ -250,7 +251,7 @@ def _kv_cache(opened: Opened, progress: Progress) -> tuple[int, torch.Tensor]:
     small = torch.zeros(model.num_layers, 1, *page_shape, dtype=torch.bfloat16, device=opened.device)
     _cuda.reset_peak_memory_stats()
     before = _cuda.memory_allocated()
-    attention = opened.attention(opened.sms)
+    attention = opened.mixed_attention()
     for lane, work in opened.lanes.items():
         rows = max(opened.chunk_sizes) if lane is Lane.PRIMARY else 0
         with _cuda.stream(work.stream):
