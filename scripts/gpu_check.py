@@ -107,6 +107,7 @@ def parser() -> argparse.ArgumentParser:
     )
     out.add_argument("--injected-s", type=float, default=10.0, help="itl: how long prompts are injected")
     out.add_argument("--undisturbed-s", type=float, default=4.0, help="itl: how long a row without injection takes")
+    out.add_argument("--repeats", type=int, default=1, help="rows: how often each is measured")
     out.add_argument("--fresh", action="store_true", help="itl, rows: begin the file anew")
     out.add_argument("--one", nargs=2, metavar=("SECTION", "FILE"), help=argparse.SUPPRESS)
     return out
@@ -213,6 +214,7 @@ def run_one(options: argparse.Namespace) -> int:
             rows=tuple(options.rows),
             injected_s=options.injected_s,
             undisturbed_s=options.undisturbed_s,
+            repeats=options.repeats,
         )
     )
     lines = [{"model": shape, **measured}] if isinstance(measured, dict) else measured

@@ -28,17 +28,28 @@ class Mode:
     decode_sms: int | None
     chunk: int | None
     """Tokens of a prefill launch; None: the product's default."""
+    flags: tuple[str, ...] = ()
+
+
+VARIANTS = {
+    "unstaged": "--staged-inputs=off",
+    "depth1": "--async-depth=1",
+    "depth3": "--async-depth=3",
+}
+"""What a mode may be compared with, all else equal."""
 
 
 def parse_mode(label: str) -> Mode:
     """Raises argparse.ArgumentTypeError naming the forms."""
-    match = re.fullmatch(r"(off|stream|auto|green-(\d+))(?:-(\d+))?", label)
+    match = re.fullmatch(rf"(off|stream|auto|green-(\d+))(?:-(\d+))?(?:\+({'|'.join(VARIANTS)}))?", label)
     if match is None:
         raise argparse.ArgumentTypeError(
-            f"{label!r} is no mode: off[-CHUNK], stream[-CHUNK], green-SMS[-CHUNK] or auto[-CHUNK]"
+            f"{label!r} is no mode: off[-CHUNK], stream[-CHUNK], green-SMS[-CHUNK] or auto[-CHUNK], and then perhaps "
+            f"one of {', '.join(f'+{name}' for name in VARIANTS)}"
         )
-    name, sms, chunk = match.groups()
-    return Mode(label, name.partition("-")[0], int(sms) if sms else None, int(chunk) if chunk else None)
+    name, sms, chunk, variant = match.groups()
+    flags = (VARIANTS[variant],) if variant else ()
+    return Mode(label, name.partition("-")[0], int(sms) if sms else None, int(chunk) if chunk else None, flags)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +67,7 @@ class Options:
     rows: tuple[str, ...]
     injected_s: float
     undisturbed_s: float
+    repeats: int
 
     @property
     def on_gpu(self) -> bool:
@@ -96,7 +108,7 @@ def server_flags(options: Options, mode: Mode, *further: str) -> list[str]:
     if options.shape != "tiny":
         flags.append("--load-format=dummy")
     flags.append("--gpu-memory-utilization=0.8" if options.on_gpu else f"--kv-cache-memory={FAKE_KV}")
-    return [*flags, *further]
+    return [*flags, *mode.flags, *further]
 
 
 def digest(path: Path) -> dict[str, int | str] | None:

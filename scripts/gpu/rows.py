@@ -35,8 +35,10 @@ def run_mode(options: Options, mode: Mode) -> Iterator[dict[str, Any]]:
     try:
         with served(options.model(), log, flags) as server:
             yield {"mode": mode.label, "flags": flags, "start_s": round(server.start_s, 1)}
-            for row in options.rows or ROWS:
-                yield {"row": row, "shape": options.shape, **measure(options, server, mode, row)}
+            for repeat in range(options.repeats):
+                for row in options.rows or ROWS:
+                    line = measure(options, server, mode, row)
+                    yield {"row": row, "shape": options.shape, "repeat": repeat, **line}
     except ServeError as error:
         yield {"row": "start", "label": mode.label, "error": str(error)}
 
@@ -71,9 +73,11 @@ def load(arguments: list[str]) -> dict[str, Any]:
 
 def table(lines: list[dict[str, Any]]) -> list[str]:
     """Output tok/s, TTFT, TPOT, ITL (ms, p50 / p99); a row a line, later lines win."""
-    rows = {(line["shape"], line["row"], line["label"]): line for line in lines if "shape" in line}
+    rows = {
+        (line["shape"], line["row"], line["label"], line.get("repeat", 0)): line for line in lines if "shape" in line
+    }
     out = [f"{'shape':<6} {'load':<12} {'mode':<14} {'tok/s':>8} {'TTFT':>15} {'TPOT':>13} {'ITL':>13}"]
-    for (shape, row, label), line in rows.items():
+    for (shape, row, label, _), line in rows.items():
         if "error" in line:
             out.append(f"{shape:<6} {row:<12} {label:<14} failed: {line['error'].strip().splitlines()[-1:]}")
             continue

@@ -23,6 +23,7 @@ OPTIONS = Options(
     rows=(),
     injected_s=10.0,
     undisturbed_s=4.0,
+    repeats=1,
 )
 
 
@@ -33,6 +34,8 @@ OPTIONS = Options(
         ("stream", Mode("stream", "stream", None, None)),
         ("green-48", Mode("green-48", "green", 48, None)),
         ("green-24-4096", Mode("green-24-4096", "green", 24, 4096)),
+        ("off+unstaged", Mode("off+unstaged", "off", None, None, ("--staged-inputs=off",))),
+        ("off-512+depth3", Mode("off-512+depth3", "off", None, 512, ("--async-depth=3",))),
     ],
 )
 def test_modes(label: str, mode: Mode) -> None:
@@ -40,6 +43,7 @@ def test_modes(label: str, mode: Mode) -> None:
     assert parse_mode(label) == mode
     flags = server_flags(OPTIONS, mode)
     assert f"--decode-overlap={mode.overlap}" in flags
+    assert [flag for flag in flags if flag.startswith(("--staged", "--async"))] == [*mode.flags]
     assert (f"--max-num-batched-tokens={mode.chunk}" in flags) == (mode.chunk is not None)
     assert (f"--decode-sms={mode.decode_sms}" in flags) == (mode.decode_sms is not None)
 
