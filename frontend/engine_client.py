@@ -21,14 +21,13 @@ from greenlane.engine.v1 import engine_pb2_grpc
 
 from access.policy import AccessError
 from frontend.clock import Clock, SystemClock
+from frontend.engine_calls import EngineCalls, Metadata
 from frontend.request import ApiError, Code, TextRequest
 from frontend.session import PROTOCOL_VERSION, Session
 from frontend.streams import RequestStream, Sequence
 from frontend.wire import ProtocolViolation, build_add
 
 MAX_MESSAGE_BYTES = 1 << 20
-CALL_TIMEOUT_S = 5.0
-"""Of the calls beside the session."""
 LISTENER_TIMEOUT_S = 1.0
 STATE_TIMEOUT_S = 1.0
 FIRST_BACKOFF_S = 0.1
@@ -48,8 +47,6 @@ CHANNEL_OPTIONS = [
     ("grpc.http2.lookahead_bytes", 1 << 10),
     ("grpc.use_local_subchannel_pool", 1),  # a new channel must not inherit the old one's connect backoff
 ]
-
-Metadata = tuple[tuple[str, str], ...]
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +118,8 @@ class EngineClient:
         self._connect = connect
         self._metadata = metadata
         self._listeners: list[Listener] = []
-        self._channel: grpc.aio.Channel | None = None
+        self.calls = EngineCalls(metadata, self._unavailable)
+        """Beside the session, over its channel."""
         self._session: Session | None = None
         self._due = asyncio.Event()
         self._serving = asyncio.Event()
@@ -173,66 +171,14 @@ class EngineClient:
         if self._session is not None:
             self._session.abort_sequence(sequence)
 
+    def watch_cache(self) -> Any:
+        """`EngineCalls.watch_cache`."""
+        return self.calls.watch_cache()
+
     @property
     def open_sequences(self) -> int:
         """Sequences that the engine core still works on for this frontend."""
         return 0 if self._session is None else self._session.open_sequences
-
-    # -------------------------- other calls
-
-    async def get_info(self) -> pb.GetInfoResponse:
-        """GetInfo of the engine core. Raises ApiError (UNAVAILABLE) when it doesn't answer."""
-        answer: pb.GetInfoResponse = await self._call(
-            lambda engine: engine.GetInfo(pb.GetInfoRequest(), timeout=CALL_TIMEOUT_S, metadata=self._metadata())
-        )
-        return answer
-
-    async def get_stats(self) -> pb.GetStatsResponse:
-        """GetStats of the engine core. Raises ApiError (UNAVAILABLE) when it doesn't answer."""
-        answer: pb.GetStatsResponse = await self._call(
-            lambda engine: engine.GetStats(pb.GetStatsRequest(), timeout=CALL_TIMEOUT_S, metadata=self._metadata())
-        )
-        return answer
-
-    async def flush_cache(self) -> int:
-        """Drop what the prefix cache keeps and no request refers to; the pages dropped.
-
-        Raises ApiError (UNAVAILABLE) when the engine core doesn't answer.
-        """
-        answer: pb.FlushCacheResponse = await self._call(
-            lambda engine: engine.FlushCache(pb.FlushCacheRequest(), timeout=CALL_TIMEOUT_S, metadata=self._metadata())
-        )
-        return answer.pages_dropped
-
-    def watch_cache(self) -> Any:
-        """A call that reads what the engine core's prefix cache holds and what changes there; it ends with the session.
-
-        Raises ApiError (UNAVAILABLE) without a connection, or a key for it.
-        """
-        if self._channel is None:
-            raise self._unavailable()
-        try:
-            metadata = self._metadata()
-        except AccessError as error:
-            raise ApiError(Code.UNAVAILABLE, "the key for the engine core can't be read") from error
-        return engine_pb2_grpc.EngineStub(self._channel).WatchCache(pb.WatchCacheRequest(), metadata=metadata)
-
-    async def _call(self, start: Callable[[engine_pb2_grpc.EngineStub], Any]) -> Any:
-        if self._channel is None:
-            raise self._unavailable()
-        try:
-            return await start(engine_pb2_grpc.EngineStub(self._channel))
-        except grpc.aio.AioRpcError as error:
-            raise ApiError(Code.UNAVAILABLE, f"the engine core doesn't answer: {error.details()}") from error
-        except AccessError as error:
-            raise ApiError(Code.UNAVAILABLE, "the key for the engine core can't be read") from error
-        except grpc.aio.UsageError:  # the channel was closed before the call …
-            raise self._unavailable() from None
-        except asyncio.CancelledError:  # … or during it, which looks like a cancellation of this task
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            raise self._unavailable() from None
 
     def _ready_session(self) -> Session:
         if self._session is None or self.state is not ClientState.SERVING:
@@ -271,27 +217,27 @@ class EngineClient:
     async def _open(self) -> AsyncIterator[Any]:
         """A channel and a Session call on it; both end with the context."""
         try:
-            metadata, self._channel = self._metadata(), self._connect(self._address)
+            metadata, self.calls.channel = self._metadata(), self._connect(self._address)
         except AccessError as error:
             raise SessionLost("its certificates or its key can't be read", str(error)) from error
-        call = engine_pb2_grpc.EngineStub(self._channel).Session(metadata=metadata)
+        call = engine_pb2_grpc.EngineStub(self.calls.channel).Session(metadata=metadata)
         try:
             yield call
         except grpc.aio.AioRpcError as error:
-            reachable = self._channel.get_state() is grpc.ChannelConnectivity.READY
+            reachable = self.calls.channel.get_state() is grpc.ChannelConnectivity.READY
             if self._session is None and not reachable:  # the details hold addresses: for the log, not for clients
                 raise SessionLost("it can't be reached", error.details()) from error
             state = None if self._session is not None else await self._ask_state()
             raise SessionLost(f"{error.code().name}: {error.details()}", state=state) from error
         finally:
             call.cancel()
-            channel, self._channel = self._channel, None
+            channel, self.calls.channel = self.calls.channel, None
             await channel.close(None)
 
     async def _ask_state(self) -> ClientState | None:
         """What an engine core that takes no session says it is; None: it doesn't say."""
         try:
-            info = await asyncio.wait_for(self.get_info(), STATE_TIMEOUT_S)
+            info = await asyncio.wait_for(self.calls.get_info(), STATE_TIMEOUT_S)
         except (ApiError, TimeoutError):
             return None
         return _TOLD.get(info.state)

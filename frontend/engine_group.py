@@ -161,12 +161,12 @@ class EngineGroup:
 
     async def flush_cache(self) -> int:
         """Pages dropped by all of them. Raises ApiError (UNAVAILABLE) when one doesn't answer."""
-        return sum(await asyncio.gather(*(client.flush_cache() for client in self.clients)))
+        return sum(await asyncio.gather(*(client.calls.flush_cache() for client in self.clients)))
 
 
 async def _stats(client: EngineClient) -> pb.GetStatsResponse | None:
     try:
-        return await asyncio.wait_for(client.get_stats(), STATS_TIMEOUT_S)
+        return await asyncio.wait_for(client.calls.get_stats(), STATS_TIMEOUT_S)
     except (ApiError, TimeoutError):
         return None
 

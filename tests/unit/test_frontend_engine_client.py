@@ -401,15 +401,15 @@ async def test_an_unread_answer_is_bounded(client: EngineClient, engine: Scripte
 
 async def test_the_other_calls(client: EngineClient, engine: ScriptedEngine) -> None:
     """Red if a pass-through calls the wrong method."""
-    assert await client.get_info() == engine.info
-    assert (await client.get_stats()).uptime_s == 1.0
+    assert await client.calls.get_info() == engine.info
+    assert (await client.calls.get_stats()).uptime_s == 1.0
 
 
 async def test_a_call_whose_session_is_lost_fails_as_such(client: EngineClient, engine: ScriptedEngine) -> None:
     """Red if closing the channel looks like a cancellation of the caller's task, which would end a metrics scrape."""
     session = await engine.session()
     engine.stats_answer.clear()
-    asking = asyncio.create_task(client.get_stats())
+    asking = asyncio.create_task(client.calls.get_stats())
     await engine.asked.wait()
     session.end()
     with pytest.raises(ApiError) as failed:
@@ -418,7 +418,7 @@ async def test_a_call_whose_session_is_lost_fails_as_such(client: EngineClient, 
     engine.asked.clear()
     await engine.session()
     await state_of(client, ClientState.SERVING)
-    cancelled = asyncio.create_task(client.get_stats())
+    cancelled = asyncio.create_task(client.calls.get_stats())
     await engine.asked.wait()
     cancelled.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -431,7 +431,7 @@ async def test_close_fails_what_is_open(client: EngineClient, engine: ScriptedEn
     await client.close()
     assert (await failure(stream)).code is Code.UNAVAILABLE
     with pytest.raises(ApiError):
-        await client.get_stats()
+        await client.calls.get_stats()
 
 
 async def test_long_prompts_arrive_hashed(client: EngineClient, engine: ScriptedEngine) -> None:
