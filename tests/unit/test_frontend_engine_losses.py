@@ -1,0 +1,267 @@
+"""The engine client when its engine core is lost, silent, another one, or speaks nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+import pytest_asyncio
+from greenlane.engine.v1 import engine_pb2 as pb
+
+from frontend.engine_client import ClientState, EngineClient, open_channel
+from frontend.request import ApiError, Code, TextRequest
+from tests.unit.client_rig import ManualClock, connected_client, failure, state_of
+from tests.unit.scripted_engine import (
+    ScriptedEngine,
+    finish,
+    info,
+    listening,
+    socket_folder,
+    step_output,
+)
+
+
+@pytest_asyncio.fixture
+async def folder() -> AsyncIterator[Path]:
+    async with socket_folder() as path:
+        yield path
+
+
+@pytest_asyncio.fixture
+async def engine(folder: Path) -> AsyncIterator[ScriptedEngine]:
+    scripted = ScriptedEngine(info())
+    async with listening(scripted, folder / "engine"):
+        yield scripted
+
+
+@pytest_asyncio.fixture
+async def client(folder: Path, engine: ScriptedEngine) -> AsyncIterator[EngineClient]:
+    async with connected_client(folder) as client:
+        yield client
+
+
+async def test_a_lost_session_turns_health_first_then_fails_then_reconnects(
+    client: EngineClient, engine: ScriptedEngine
+) -> None:
+    """Red if a request fails while health still says SERVING, or if no new session is opened."""
+    session = await engine.session()
+    stream = await client.submit(TextRequest([1]))
+    await session.next_add()
+    seen: list[tuple[ClientState, bool]] = []
+
+    async def listener(state: ClientState) -> None:
+        seen.append((state, stream.error is not None))
+
+    client.on_state(listener)
+    engine.info.instance_id = "two"
+    engine.info.limits.max_model_len = 77
+    session.end(details="cause of death")
+    error = await failure(stream)
+    assert seen[0] == (ClientState.DEAD, False)
+    assert (error.code, "cause of death" in error.message) == (Code.UNAVAILABLE, True)
+    second = await engine.session()
+    await state_of(client, ClientState.SERVING)
+    assert client.info is not None
+    assert client.info.limits.max_model_len == 77
+    client.abort(stream)  # the old session's number 1 must not end the new one's
+    again = await client.submit(TextRequest([9]))
+    add = await second.next_add()
+    client.abort(stream)
+    assert (add.number, again.number, client.open_sequences) == (1, 1, 1)
+
+
+async def test_the_state_that_the_core_tells(client: EngineClient, engine: ScriptedEngine) -> None:
+    """Red if a draining engine core is sent new requests, its open ones are cut off, or health hears of it late."""
+    session = await engine.session()
+    stream = await client.submit(TextRequest([1]))
+    await session.next_add()
+    seen: list[tuple[ClientState, bool]] = []
+
+    async def listener(state: ClientState) -> None:
+        seen.append((state, stream.error is not None))
+
+    client.on_state(listener)
+    await session.write(pb.SessionResponse(state=pb.ENGINE_STATE_DRAINING))
+    await state_of(client, ClientState.DRAINING)
+    with pytest.raises(ApiError, match="it is draining") as refused:
+        await client.submit(TextRequest([2]))
+    assert refused.value.code is Code.UNAVAILABLE
+    assert (stream.error, client.open_sequences) == (None, 1)
+    error = pb.Error(code=14, message="the worker was killed")
+    last = step_output(1, accepted=[1], finishes=[finish(1, "ERROR", error=error)])
+    await session.write(pb.SessionResponse(state=pb.ENGINE_STATE_DEAD, output=last))
+    assert "the worker was killed" in (await failure(stream)).message
+    assert seen == [(ClientState.DRAINING, False), (ClientState.DEAD, False)]
+    session.end()
+    await engine.session()
+    await state_of(client, ClientState.SERVING)
+
+
+async def test_a_core_that_takes_no_session_says_why(folder: Path) -> None:
+    """Red if an engine core that loads its model again counts as dead once it can be asked."""
+    engine = ScriptedEngine(info())
+    async with listening(engine, folder / "engine"):
+        client = EngineClient(f"unix:{folder / 'engine'}")
+        await client.start()
+        await engine.session()
+        await state_of(client, ClientState.SERVING)
+    await state_of(client, ClientState.DEAD)
+    engine = ScriptedEngine(info(state=pb.ENGINE_STATE_STARTING, instance_id="two"))
+    engine.refusal = "the engine core is starting"
+    async with listening(engine, folder / "engine"):
+        await state_of(client, ClientState.STARTING)
+        engine.info.state = pb.ENGINE_STATE_DRAINING
+        await state_of(client, ClientState.DRAINING)
+        engine.refusal = ""
+        await state_of(client, ClientState.SERVING)
+        await client.close()
+
+
+async def test_without_a_session_requests_are_refused(folder: Path) -> None:
+    """Red if a request waits for an engine core that isn't there, or if a refused connection ends the client."""
+    attempts = asyncio.Semaphore(0)
+
+    def connect(address: str) -> grpc.aio.Channel:
+        attempts.release()
+        return open_channel(address)
+
+    client = EngineClient(f"unix:{folder / 'engine'}", connect=connect)
+    with pytest.raises(ApiError) as refused:
+        await client.submit(TextRequest([1]))
+    assert refused.value.code is Code.UNAVAILABLE
+    await client.start()
+    for _ in range(2):  # the second follows the first one's failure
+        await attempts.acquire()
+    assert client.lost_reason == "it can't be reached"  # and not where it was looked for
+    engine = ScriptedEngine(info())
+    async with listening(engine, folder / "engine"):
+        await engine.session()
+        await state_of(client, ClientState.SERVING)
+    await state_of(client, ClientState.DEAD)
+    await client.close()
+    assert client.state is ClientState.CLOSED
+
+
+async def test_silence_ends_the_session(folder: Path, engine: ScriptedEngine) -> None:
+    """Red if a frozen engine core keeps requests waiting, or if a heartbeat doesn't count as a sign of life."""
+    clock = ManualClock()
+    client = EngineClient(f"unix:{folder / 'engine'}", engine_timeout=5.0, clock=clock)
+    await client.start()
+    await client.serving()
+    session = await engine.session()
+    stream = await client.submit(TextRequest([1]))
+    await session.next_add()
+    clock.advance(4.5)
+    await session.send(tokens=[(1, 5)])
+    while not stream.ready:
+        await stream.changed()
+    clock.advance(0.6)  # 5.1 s since the welcome, 0.6 since the token
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert (client.state, stream.error) == (ClientState.SERVING, None)
+    clock.advance(4.5)
+    error = await failure(stream)
+    assert (error.code, "silent" in error.message) == (Code.UNAVAILABLE, True)
+    await client.close()
+
+
+async def test_a_late_timer_is_no_proof_of_silence(folder: Path, engine: ScriptedEngine) -> None:
+    """Red if a frontend that was itself frozen for a minute blames the engine core before reading on."""
+    clock = ManualClock()
+    client = EngineClient(f"unix:{folder / 'engine'}", engine_timeout=5.0, clock=clock)
+    await client.start()
+    await client.serving()
+    clock.advance(60.0)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert client.state is ClientState.SERVING
+    clock.advance(5.0)
+    await state_of(client, ClientState.DEAD)
+    await client.close()
+
+
+def malformed() -> list[pb.SessionResponse]:
+    output = pb.StepOutput
+    eight, four = b"\x01" + bytes(7), bytes(4)
+    logprobs = pb.LogprobColumns(rows=four, sampled=four, ranks=four, counts=b"\x01" + bytes(3))
+    beyond = pb.LogprobColumns(rows=b"\x07" + bytes(3), sampled=four, ranks=four, counts=four)
+    return [
+        pb.SessionResponse(welcome=pb.Welcome(protocol_version=1)),
+        *(
+            pb.SessionResponse(output=bad)
+            for bad in (
+                output(sequence=2),
+                output(sequence=1, accepted=b"123"),
+                output(sequence=1, numbers=eight),
+                output(sequence=1, numbers=eight, tokens=b"12345"),
+                output(sequence=1, numbers=eight, tokens=(4096).to_bytes(4, "little")),
+                output(sequence=1, numbers=eight, tokens=b"\xff" * 4),
+                output(sequence=1, numbers=b"\xff" * 8, tokens=four),
+                output(sequence=1, started=eight),
+                output(sequence=1, numbers=eight, tokens=four, logprobs=logprobs),
+                output(sequence=1, numbers=eight, tokens=four, logprobs=beyond),
+                output(sequence=1, finishes=[pb.Finish(number=1)]),
+                output(sequence=1, finishes=[pb.Finish(number=99, reason=pb.FINISH_REASON_STOP)]),
+            )
+        ),
+    ]
+
+
+@pytest.mark.parametrize("message", malformed(), ids=lambda message: str(message).replace("\n", " ")[:60])
+async def test_malformed_output_ends_the_session(
+    client: EngineClient, engine: ScriptedEngine, message: pb.SessionResponse
+) -> None:
+    """Red if any check of the engine core's columns is dropped: requests would hang or get wrong tokens."""
+    session = await engine.session()
+    stream = await client.submit(TextRequest([1]))
+    await session.next_add()
+    await session.write(message)
+    error = await failure(stream)
+    assert error.code is Code.UNAVAILABLE
+    assert "silent" not in error.message  # which would be the watchdog's doing
+    await engine.session()
+
+
+async def test_a_foreign_protocol_version_is_named(folder: Path, engine: ScriptedEngine) -> None:
+    """Red if a core of another version is spoken to, or the reason is lost."""
+    engine.protocol_version = 2
+    client = EngineClient(f"unix:{folder / 'engine'}")
+    await client.start()
+    await engine.session()
+    await engine.session()
+    assert (client.state, "version 2" in client.lost_reason) == (ClientState.CONNECTING, True)
+    await client.close()
+
+
+async def test_another_vocabulary_after_a_restart_is_refused(client: EngineClient, engine: ScriptedEngine) -> None:
+    """Red if a core that came back with another model is served with the old tokenizer."""
+    session = await engine.session()
+    engine.info.vocab_size = 32000
+    session.end()
+    await engine.session()
+    await engine.session()
+    assert (client.state, "restart this frontend" in client.lost_reason) == (ClientState.DEAD, True)
+
+
+async def test_a_call_whose_session_is_lost_fails_as_such(client: EngineClient, engine: ScriptedEngine) -> None:
+    """Red if closing the channel looks like a cancellation of the caller's task, which would end a metrics scrape."""
+    session = await engine.session()
+    engine.stats_answer.clear()
+    asking = asyncio.create_task(client.calls.get_stats())
+    await engine.asked.wait()
+    session.end()
+    with pytest.raises(ApiError) as failed:
+        await asking
+    assert failed.value.code is Code.UNAVAILABLE
+    engine.asked.clear()
+    await engine.session()
+    await state_of(client, ClientState.SERVING)
+    cancelled = asyncio.create_task(client.calls.get_stats())
+    await engine.asked.wait()
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
