@@ -190,8 +190,9 @@ class Player:
         ]
 
     def close(self) -> None:
-        """torch's current stream mustn't be the one that is destroyed."""
+        """Pinned buffers go before the streams that used them, and torch's current stream isn't one of those."""
         self._cuda.synchronize()
+        del self.staging
         self._cuda.set_stream(self._cuda.default_stream())
         self.device.compute.close()
 
