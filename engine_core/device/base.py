@@ -61,7 +61,8 @@ class Batch:
     """[S] index in prompt + output of the token drawn."""
     prompt_logprobs: list[PromptRows] = field(default_factory=list)
     masks: list[RowMask] = field(default_factory=list)
-    """Of the rows that follow a grammar; known when they sample."""
+    """Of the rows that follow a grammar; there before the forward, but for a batch of the prefill lane, which has them
+    when it joins."""
     beside_prefill: bool = False
     """A prefill is in flight on its own lane: decode keeps to its partition (rule L2)."""
 

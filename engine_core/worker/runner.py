@@ -160,9 +160,10 @@ class Runner:
             with self._guard.armed(flight.owned):
                 self._lanes.launching(Lane.PRIMARY, flight.step)
                 if len(flight.batch.slots):
+                    flight.refused = self._mask(flight.batch)
                     flight.span = self._step_log.begin(Lane.PRIMARY)
                     self._compute.forward(flight.batch, flight.ring)
-                    flight.refused = self._sample(flight.batch, flight.ring)
+                    self._compute.sample(flight.batch, flight.ring)
                     self._step_log.finish(flight.span)
                 flight.owned.to(Ownership.LAUNCHED)
                 completion = self._lanes.complete(Lane.PRIMARY, flight.step)
@@ -171,10 +172,9 @@ class Runner:
         except WorkFailed as failure:
             flight.error = str(failure)
 
-    def _sample(self, batch: Batch, ring: int) -> list[Refused]:
-        """Enqueue the draw; (slot, cause) of the rows that can't have one (they draw anything)."""
+    def _mask(self, batch: Batch) -> list[Refused]:
+        """Give the batch its masks; (slot, cause) of the rows that can't draw (they draw anything)."""
         batch.masks, refused = self._constraints.masks(batch.slots[batch.sample_rows])
-        self._compute.sample(batch, ring)
         return refused
 
     def _read(self, batch: Batch, ring: int) -> Sampled:
@@ -250,8 +250,9 @@ class Runner:
                 with self._guard.armed(prefill.owned):
                     self._lanes.launching(Lane.PRIMARY)
                     self._lanes.order_after(Lane.PRIMARY, prefill.completion)
+                    prefill.refused = self._mask(prefill.batch)
                     prefill.drawing = self._step_log.begin(Lane.PRIMARY)
-                    prefill.refused = self._sample(prefill.batch, prefill.ring)
+                    self._compute.sample(prefill.batch, prefill.ring)
                     self._step_log.finish(prefill.drawing)
             except WorkFailed as failure:
                 prefill.error = str(failure)
