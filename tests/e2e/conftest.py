@@ -47,8 +47,8 @@ def make_smg(tmp_path: Path) -> Iterator[MakeSmg]:
     """Starts gateways of a test's own; they end with it."""
     gateways: list[Smg] = []
 
-    def make(*servers: Server) -> Smg:
-        gateways.append(Smg(tmp_path / f"smg-{len(gateways)}.log", *servers, flags=["--policy=round_robin"]))
+    def make(*servers: Server, policy: str = "round_robin") -> Smg:
+        gateways.append(Smg(tmp_path / f"smg-{len(gateways)}.log", *servers, flags=[f"--policy={policy}"]))
         return gateways[-1]
 
     yield make

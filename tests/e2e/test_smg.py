@@ -212,29 +212,26 @@ def holds(server: Server, count: int) -> bool:
 # ------------------------------ prefix caches
 
 
-def test_routing_by_what_caches_hold(make_server: MakeServer, tmp_path: Path) -> None:
+def test_routing_by_what_caches_hold(make_server: MakeServer, make_smg: MakeSmg) -> None:
     """Red if the gateway doesn't know what is in the servers' prefix caches: prompts that it never saw before go to the
     server that has them, and are forgotten when their pages go."""
     servers = [make_server(VLLM) for _ in range(2)]
-    gateway = Smg(tmp_path / "smg.log", *servers, flags=["--policy=cache_aware"])
-    try:
-        prompts = [(f"{word} " * 60).strip() for word in ("whale", "letter", "sister", "garden")]
-        for number, prompt in enumerate(prompts):
-            ask(servers[number % 2], "/v1/completions", {**COMPLETION, "prompt": prompt})
-        for server in servers:
-            until(functools.partial(knows_all, gateway, server), "the gateway knows the server's pages")
-        for number, prompt in enumerate(prompts):
-            hits = [server.stats().counters.prefix_hits for server in servers]
-            ask(gateway, "/v1/completions", {**COMPLETION, "prompt": prompt})
-            grown = [server.stats().counters.prefix_hits - before for server, before in zip(servers, hits, strict=True)]
-            assert grown[number % 2] > 0
-            assert grown[1 - number % 2] == 0
-        with gateway.client() as client:
-            client.post("/flush_cache").raise_for_status()
-        for server in servers:
-            until(functools.partial(knows_none, gateway, server), "the gateway has forgotten the pages")
-    finally:
-        gateway.stop()
+    gateway = make_smg(*servers, policy="cache_aware")
+    prompts = [(f"{word} " * 60).strip() for word in ("whale", "letter", "sister", "garden")]
+    for number, prompt in enumerate(prompts):
+        ask(servers[number % 2], "/v1/completions", {**COMPLETION, "prompt": prompt})
+    for server in servers:
+        until(functools.partial(knows_all, gateway, server), "the gateway knows the server's pages")
+    for number, prompt in enumerate(prompts):
+        hits = [server.stats().counters.prefix_hits for server in servers]
+        ask(gateway, "/v1/completions", {**COMPLETION, "prompt": prompt})
+        grown = [server.stats().counters.prefix_hits - before for server, before in zip(servers, hits, strict=True)]
+        assert grown[number % 2] > 0
+        assert grown[1 - number % 2] == 0
+    with gateway.client() as client:
+        client.post("/flush_cache").raise_for_status()
+    for server in servers:
+        until(functools.partial(knows_none, gateway, server), "the gateway has forgotten the pages")
 
 
 def knows_all(gateway: Smg, server: Server) -> bool:

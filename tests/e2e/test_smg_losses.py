@@ -57,15 +57,20 @@ class Stream:
 
 
 def test_worker_killed_and_back(make_server: MakeServer, make_smg: MakeSmg) -> None:
-    """Red if a stream that lost its worker ends as if all were well, or the gateway needs a restart afterwards."""
+    """Red if a stream that lost its worker ends as if all were well, or if the gateway needs a restart afterwards or
+    takes the old prefix cache for the new one."""
     server = make_server(VLLM)
-    gateway = make_smg(server)
+    gateway = make_smg(server, policy="cache_aware")
+    prompt = "It is a truth universally acknowledged, that a single man must be in want of a wife. " * 8
+    ask(gateway, "/v1/completions", {**COMPLETION, "prompt": prompt})
+    until(lambda: gateway.blocks(server) == server.stats().gauges.pages_cached > 8, "the gateway knows the old cache")
     stream = Stream(gateway, ENDLESS)
     os.kill(server.pid("worker"), signal.SIGKILL)
     assert stream.join().error is not None
     assert stream.finish_reason is None
     until(lambda: gateway_answers(gateway), "serving again")
     until(lambda: gateway.healthy() == {server.vllm}, "healthy again")
+    until(lambda: gateway.blocks(server) == server.stats().gauges.pages_cached < 8, "the gateway knows the new cache")
 
 
 def test_two_engines_and_a_drain(make_server: MakeServer, make_smg: MakeSmg) -> None:
