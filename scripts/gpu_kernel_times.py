@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from engine_core.ops.cuda import linear as linear_module
 from engine_core.ops.cuda.attention import Cut, DecodeAttention
+from engine_core.ops.cuda.cublaslt import CublasLt, Problem, Product
 from engine_core.ops.cuda.layer import AddRmsNorm, RopeAndStore, SiluMul
 from engine_core.ops.cuda.linear import Epilogue, LinearWeights, SkinnyLinear, Tile
 from engine_core.ops.cuda.nvrtc import CudaKernels
@@ -120,6 +121,40 @@ def _cublas_us(layers: list[LinearWeights], tokens: int) -> float:
             functional.linear(x, layer.weight)
 
     return median_us(capture(work), len(layers), repeats=15)
+
+
+MATMUL_ROWS = (16, 64, 128, 192, 256, 272, 320, 384, 512, 576, 640, 1024, 2048)
+
+
+def time_matmul(_: Path) -> Iterable[Row]:
+    """A 4B layer's four products: torch's choice of algorithm, and the best of what cuBLASLt proposes."""
+    torch.zeros(1, device=DEVICE)  # makes the context
+    library, shape = CublasLt(sms()), QWEN3_4B
+    sizes = (
+        (shape.qkv_rows, shape.hidden),
+        (shape.hidden, shape.attention_width),
+        (2 * shape.intermediate, shape.hidden),
+        (shape.hidden, shape.intermediate),
+    )
+    weights = [[random(*size, scale=0.02) for _ in range(6)] for size in sizes]
+    for rows in MATMUL_ROWS:
+        favourite = best = 0.0
+        for (outputs, inputs), layers in zip(sizes, weights, strict=True):
+            problem, x = library.problem(Product(rows, outputs, inputs, sms())), random(rows, inputs)
+
+            def torchs(layers: list[torch.Tensor] = layers, x: torch.Tensor = x) -> None:
+                for weight in layers:
+                    functional.linear(x, weight)
+
+            def by(
+                place: int, problem: Problem = problem, layers: list[torch.Tensor] = layers, x: torch.Tensor = x
+            ) -> None:
+                for weight in layers:
+                    problem.launch(place, x, weight, None)
+
+            favourite += median_us(capture(torchs), len(layers), repeats=9)
+            best += min(median_us(capture(partial(by, place)), len(layers), repeats=9) for place in range(len(problem)))
+        yield {"kernel": f"layer's products x{rows}", "torch us": favourite, "us": best}
 
 
 LOADS = ((1, 1024), (1, 16384), (16, 1024), (64, 1024), (128, 2048), (4, 16384))
@@ -294,6 +329,7 @@ def step_bytes(shape: Shape, rows: int, length: int) -> int:
 TIMES: dict[str, Callable[[Path], Iterable[Row]]] = {
     "step": time_step,
     "linear": time_linear,
+    "matmul": time_matmul,
     "attention": time_attention,
     "sampling": time_sampling,
     "layer": time_layer,
