@@ -13,7 +13,7 @@ import torch
 
 from engine_core.device.cuda.compute import Replay
 from engine_core.device.cuda.forwards import Opened, decode, head, ragged
-from engine_core.device.cuda.graphs import GraphPool
+from engine_core.device.cuda.graphs import Captures, GraphPool
 from engine_core.device.cuda.tuning import Wanted, tune
 from engine_core.ops.cuda.attention import DecodeAttention
 from engine_core.ops.cuda.decoder import FEW_ROWS
@@ -61,6 +61,7 @@ class Capture:
         self._opened = opened
         self._kv = kv
         self._progress = progress
+        self._captures = Captures()
         self._pools = {lane: GraphPool() for lane in opened.lanes}
         self._attention = opened.attention(opened.sms)
         self._shapes = {lane: self._ragged_shapes(lane) for lane in opened.lanes}
@@ -72,8 +73,8 @@ class Capture:
         """(decode rows, tokens of chunks), largest first."""
         return sorted(ragged_shapes(self._opened, lane), key=sum, reverse=True)
 
-    def _replay(self, lane: Lane, stream: Any, work: Callable[[], None]) -> Replay:
-        replay = self._pools[lane].capture(stream, work)
+    def _replay(self, lane: Lane, stream: Any, work: Callable[[], None], what: str, *, bound: bool = False) -> Replay:
+        replay = self._captures.take(self._pools[lane], stream, work, what, bound=bound)
         self._done += 1
         self._progress("capture graphs", self._done, self._total)
         return replay
@@ -85,7 +86,9 @@ class Capture:
                 with _cuda.stream(work.stream):
                     work.prefill.plan([0], [tokens], [np.zeros(-(-tokens // PAGE), np.int32)])
                 forward = ragged(self._opened, lane, rows, tokens, attention, self._kv)
-                work.ragged[rows, tokens] = self._replay(lane, work.stream, forward)
+                work.ragged[rows, tokens] = self._replay(
+                    lane, work.stream, forward, f"{tokens} tokens behind {rows} rows"
+                )
 
     def decode(self) -> dict[bool, dict[int, Replay]]:
         """By whether a prefill is in flight beside it; the same graphs where there is no partition to keep to."""
@@ -95,14 +98,17 @@ class Capture:
             return {False: lone, True: lone}
         green = _cuda.ExternalStream(int(opened.partition.decode.stream))
         sms = opened.partition.decode_sms
-        return {False: lone, True: self._decode(green, sms, opened.attention(sms))}
+        return {False: lone, True: self._decode(green, sms, opened.attention(sms), bound=True)}
 
-    def _decode(self, stream: Any, sms: int, attention: DecodeAttention) -> dict[int, Replay]:
+    def _decode(self, stream: Any, sms: int, attention: DecodeAttention, *, bound: bool = False) -> dict[int, Replay]:
         opened, multiply = self._opened, self._opened.multiply(sms)
         steps = {rows: decode(opened, rows, attention, multiply, self._kv) for rows in reversed(opened.row_buckets)}
-        return {rows: self._replay(Lane.PRIMARY, stream, step) for rows, step in steps.items()}
+        return {
+            rows: self._replay(Lane.PRIMARY, stream, step, f"{rows} decode rows", bound=bound)
+            for rows, step in steps.items()
+        }
 
     def heads(self) -> None:
         opened, stream = self._opened, self._opened.lanes[Lane.PRIMARY].stream
         for rows in reversed(opened.row_buckets):
-            opened.heads.graphs[rows] = self._replay(Lane.PRIMARY, stream, head(opened, rows))
+            opened.heads.graphs[rows] = self._replay(Lane.PRIMARY, stream, head(opened, rows), f"{rows} draws")

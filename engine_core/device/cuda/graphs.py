@@ -8,11 +8,17 @@ captured on, wherever it is replayed.
 from __future__ import annotations
 
 import functools
+import logging
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from engine_core.errors import ConfigError, describe_chain
+from engine_core.log import event
+
+log = logging.getLogger("greenlane.worker")
 _cuda: Any = torch.cuda  # torch's annotations of streams and graphs are incomplete
 
 
@@ -78,3 +84,45 @@ class GraphPool:
             work()
         # torch's own method around it looks up devices and streams, which the launch doesn't need
         return _Replay(torch._C._CUDAGraph.replay, graph).keeping(work)
+
+
+BUDGET_S = 60.0
+"""For all captures of a start. A 4B model's take 3 to 5 s."""
+
+
+class Pool(Protocol):
+    """What `Captures` needs of `GraphPool`."""
+
+    def capture(self, stream: Any, work: Callable[[], None]) -> Callable[[], None]: ...
+
+
+class Captures:
+    """Captures as long as that goes well and BUDGET_S aren't over; from then on work stays eager, which is said (S3).
+
+    Eager work is slower, by its host time, and does the same.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._deadline = clock() + BUDGET_S
+        self._ended: str | None = None
+
+    def take(self, pool: Pool, stream: Any, work: Callable[[], None], what: str, *, bound: bool) -> Callable[[], None]:
+        """What replays the work, or the work itself.
+
+        `bound`: only a graph keeps it to its SMs; raises ConfigError then, since eager work would leave them (rule L2).
+        """
+        if self._ended is None and self._clock() > self._deadline:
+            self._end(f"the graphs took longer than {BUDGET_S:g} s to capture")
+        if self._ended is None:
+            try:
+                return pool.capture(stream, work)
+            except RuntimeError as error:  # all that torch and CUDA raise, memory that runs out included
+                self._end(f"the graph of {what} can't be captured: {describe_chain(error)}")
+        if bound:
+            raise ConfigError(f"{self._ended}; --decode-overlap green and auto need it, use off or stream")
+        return work
+
+    def _end(self, cause: str) -> None:
+        self._ended = cause
+        event(log, logging.WARNING, "capture_ended", cause=cause, rest="runs eagerly, which is slower")
