@@ -76,6 +76,21 @@ def test_l6_decode_goes_on_while_a_prefill_is_in_flight() -> None:
     assert result.prefill_complete == 2
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_s2_results_stay_until_their_reply(depth: int) -> None:
+    """S2: red when results have no more slots than steps in flight: the step behind a reply overwrites what it reads."""
+    alone = prefill_then_decode(RunnerRig(), IDS, depth + 1)
+    script = Script()
+    rig = RunnerRig(script, depth=depth)
+    drawn = prefill_then_decode(rig, IDS, 0)
+    script.eager = False
+    for step in range(2, depth + 3):
+        rig.runner.launch(plan(step, decode=[0], pages={0: 20} if step == 2 else None))
+    rig.table.run_all()
+    drawn += [token for result in rig.runner.collect() for token in ints(result.tokens)]
+    assert drawn == alone
+
+
 def test_e7_an_empty_plan_is_answered_when_the_prefill_completes() -> None:
     """E7: red when idle with a prefill in flight counts as idle, or is answered before its completion."""
     rig = RunnerRig(Script(eager=False))
