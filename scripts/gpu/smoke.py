@@ -1,4 +1,4 @@
-"""Smoke: prefills on their lane while others decode, then 200 random requests of which a third is aborted.
+"""Smoke: prefills on their lane while others decode; 32 at once that may not end early; 200 at random, a third aborted.
 
 The first request decodes throughout; the others' prompts are longer than the token budget, so each takes several
 launches, all of them asynchronous. Every request must complete, every launch must have its completion, the engine
@@ -30,6 +30,8 @@ DECODED = 3000
 """Tokens of the request that decodes beside all the others' prefills, where the context has room for them."""
 MODES = {f"green-48-{CHUNK}": (7, 13), f"stream-{CHUNK}": (4, 6)}
 """Mode → (requests, the launches that there must be at least)."""
+BRACKET, BRACKET_CLIENTS = (4, 8, 16, 32, 64, 128), 32
+"""Tokens of requests that mustn't end earlier, so many at once."""
 RANDOM_REQUESTS = 200
 ABORTED_SHARE = 0.3
 CLIENTS = 24
@@ -77,6 +79,7 @@ async def load(options: Options, server: Serving, requests: int) -> dict[str, An
     ):
         engine = engine_pb2_grpc.EngineStub(channel)
         measured = await overlapping(options, server, http, engine, requests)
+        bracket = {str(tokens): await ended_by_length(options, server, http, tokens) for tokens in BRACKET}
         clients = Clients(server, http, text_pb2_grpc.TextStub(text))
         await clients.run(draw(options), CLIENTS)
         stats = await settle(server)
@@ -84,7 +87,7 @@ async def load(options: Options, server: Serving, requests: int) -> dict[str, An
         account: dict[str, Any] = {"requests": RANDOM_REQUESTS, **outcomes, **findings(stats)}
         account["failures"] = clients.failures[:5]
         account["unmatched_launches"] = stats.counters.prefill_launches - stats.counters.prefill_completions
-    return {**measured, "random": account}
+    return {**measured, "ignore_eos": bracket, "random": account}
 
 
 # ------------------------------ seven at once
@@ -117,6 +120,17 @@ async def overlapping(
         "completions": after.prefill_completions - before.prefill_completions,
         "decoded_throughout": beside,
     }
+
+
+async def ended_by_length(options: Options, server: Serving, http: httpx.AsyncClient, tokens: int) -> int:
+    """How many of BRACKET_CLIENTS at once got all their tokens with ignore_eos (rule S9)."""
+    rng = random.Random(tokens)
+    prompts = [
+        [rng.randrange(10, options.vocabulary) for _ in range(rng.randrange(1, 80))] for _ in range(BRACKET_CLIENTS)
+    ]
+    streams = [Stream(http, server, prompt, tokens) for prompt in prompts]
+    await asyncio.gather(*(stream.run() for stream in streams))
+    return sum(stream.complete for stream in streams)
 
 
 class Stream:
@@ -185,6 +199,7 @@ def broken(measured: dict[str, Any], least_launches: int) -> list[str]:
         "launches and completions differ": measured["launches"] == measured["completions"],
         f"fewer than {least_launches} launches": measured["launches"] >= least_launches,
         "the first request ended early, so launches weren't beside decode": measured["decoded_throughout"],
+        "a request with ignore_eos ended early": set(measured["ignore_eos"].values()) == {BRACKET_CLIENTS},
         "the server's log complains": not measured["log_complaints"],
         "the kernel's log complains": not measured["kernel_complaints"],
         **account_checks(measured["random"]),

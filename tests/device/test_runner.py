@@ -78,7 +78,7 @@ def test_l6_decode_goes_on_while_a_prefill_is_in_flight() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_s2_results_stay_until_their_reply(depth: int) -> None:
-    """S2: red when results have no more slots than steps in flight: the step behind a reply overwrites what it reads."""
+    """S2: red when there are no more result slots than steps in flight: a step overwrites what a reply still reads."""
     alone = prefill_then_decode(RunnerRig(), IDS, depth + 1)
     script = Script()
     rig = RunnerRig(script, depth=depth)
