@@ -1,6 +1,6 @@
 """What rows may draw next, where they follow a grammar: compiled beside the steps, advanced beside them too.
 
-Owns two threads. One compiles grammars (`Grammars`), so that none of them holds up a step. The other keeps the rows'
+Owns three threads. Two compile grammars (`Grammars`), so that none of them holds up a step. The other keeps the rows'
 matchers (`RowConstraints`): a row's next mask is begun when its token is read, and is there, as a rule, when the row
 draws again; a row whose mask isn't is late (`late_rows.py`). The engine core plans such a row only once its last token
 is back, so the mask is always the right one.
@@ -9,6 +9,7 @@ is back, so the mask is always the right one.
 from __future__ import annotations
 
 import queue
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -30,7 +31,7 @@ from engine_core.worker.grammar import (
     mask_of,
     start_deep_thread,
 )
-from engine_core.worker.grammar_check import GrammarCheck
+from engine_core.worker.grammar_check import CHECK_S, GrammarCheck, GrammarLate
 from engine_core.worker.unconstrained import Refused
 
 MASKS_S = 1.0
@@ -38,6 +39,8 @@ MASKS_S = 1.0
 WAIT_S = 2e-4
 """How long a launch waits for the masks of all its rows together. A mask takes 0.02 ms as a rule, but its thread needs
 the interpreter for it, which launches that never waited could keep to themselves. It is a small part of a step."""
+QUICK_S = 0.3
+"""In which nearly every grammar can be tried. One that can't is tried again, behind others of its kind."""
 KEPT_GRAMMARS = 16
 """Compiled grammars that are kept for the next request with the same text."""
 
@@ -50,25 +53,43 @@ class Template:
     first: MaskWords
 
 
-class Grammars:
-    """Compiled grammars by key. One thread compiles; `wake` is called from it when there is an outcome."""
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A grammar to compile."""
 
-    def __init__(self, vocabulary: Vocabulary, check: GrammarCheck, wake: Callable[[], None]) -> None:
+    key: int
+    kind: str
+    text: str
+
+
+class Grammars:
+    """Compiled grammars by key; `wake` is called from the compiling threads when there is an outcome.
+
+    What isn't tried within QUICK_S goes on to the second thread, where slow grammars wait for one another; each has cost
+    the others QUICK_S and the start of another child. What nobody waits for any more isn't compiled.
+    """
+
+    def __init__(
+        self, vocabulary: Vocabulary, quick: GrammarCheck, thorough: GrammarCheck, wake: Callable[[], None]
+    ) -> None:
+        """The checks are those of the first and of the second thread."""
         self._vocabulary = vocabulary
-        self._check = check
         self._wake = wake
-        self._tasks: queue.SimpleQueue[tuple[int, str, str]] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
+        self._slow_tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
         self._outcomes: deque[tuple[int, Template | str]] = deque()
         self._by_key: dict[int, Template] = {}
         self._by_text: OrderedDict[tuple[str, str], Template] = OrderedDict()
-        """The compiling thread's own."""
+        """Of the compiling threads, under the lock."""
+        self._lock = threading.Lock()
         self._asked: set[int] = set()
-        start_deep_thread("grammars", self._compile)
+        start_deep_thread("grammars", lambda: self._compile_all(self._tasks, quick))
+        start_deep_thread("slow grammars", lambda: self._compile_all(self._slow_tasks, thorough))
 
     def prepare(self, key: int, kind: str, text: str) -> None:
         """Compile a grammar; `outcomes` has the outcome later."""
         self._asked.add(key)
-        self._tasks.put((key, kind, text))
+        self._tasks.put(_Task(key, kind, text))
 
     def forget(self, key: int) -> None:
         """No row will start with it any more."""
@@ -95,29 +116,40 @@ class Grammars:
             raise ProtocolViolation(f"a row follows grammar {key}, which isn't prepared")
         return template
 
-    # -------------------------- on the compiling thread
+    # -------------------------- on the compiling threads
 
-    def _compile(self) -> None:
+    def _compile_all(self, tasks: queue.SimpleQueue[_Task], check: GrammarCheck) -> None:
+        is_slow = tasks is self._slow_tasks
         while True:
-            key, kind, text = self._tasks.get()
+            task = tasks.get()
+            if task.key not in self._asked:
+                continue
             try:
-                outcome: Template | str = self._compiled(kind, text)
+                outcome: Template | str = self._compiled(task, check, CHECK_S if is_slow else QUICK_S)
+            except GrammarLate as late:
+                if not is_slow:
+                    self._slow_tasks.put(task)
+                    continue
+                outcome = str(late)
             except GrammarError as error:
                 outcome = str(error)
             except BaseException as error:  # a panic of llguidance isn't an Exception, and costs one request
                 outcome = describe_chain(error)
-            self._outcomes.append((key, outcome))
+            self._outcomes.append((task.key, outcome))
             self._wake()
 
-    def _compiled(self, kind: str, text: str) -> Template:
-        template = self._by_text.pop((kind, text), None)
+    def _compiled(self, task: _Task, check: GrammarCheck, within: float) -> Template:
+        known = (task.kind, task.text)
+        with self._lock:
+            template = self._by_text.pop(known, None)
         if template is None:
-            self._check.check(kind, text)
-            matcher = self._vocabulary.matcher(kind, text)
+            check.check(task.kind, task.text, within)
+            matcher = self._vocabulary.matcher(task.kind, task.text)
             template = Template(matcher, mask_of(matcher))
-        self._by_text[kind, text] = template
-        if len(self._by_text) > KEPT_GRAMMARS:
-            self._by_text.popitem(last=False)
+        with self._lock:
+            self._by_text[known] = template
+            if len(self._by_text) > KEPT_GRAMMARS:
+                self._by_text.popitem(last=False)
         return template
 
 
@@ -272,5 +304,6 @@ def open_grammars(
         vocabulary = Vocabulary(str(file), vocab_size, eos)
     except ValueError as error:
         return f"llguidance can't read the model's tokenizer: {error}"
-    grammars = Grammars(vocabulary, GrammarCheck(str(file), vocab_size, eos), wake)
+    quick, thorough = (GrammarCheck(str(file), vocab_size, eos) for _ in range(2))
+    grammars = Grammars(vocabulary, quick, thorough, wake)
     return RowConstraints(grammars, wake, now)

@@ -24,6 +24,10 @@ START_S = 30.0
 PIECE_BYTES = 1 << 16
 
 
+class GrammarLate(GrammarError):
+    """A grammar that wasn't compiled in the time it had."""
+
+
 class _Late(Exception):
     """The deadline has passed."""
 
@@ -39,17 +43,17 @@ class GrammarCheck:
         self._opening = (tokenizer_file, vocab_size, eos_token_ids)
         self._process: subprocess.Popen[bytes] | None = None
 
-    def check(self, kind: str, text: str) -> None:
-        """Raises GrammarError for a grammar that can't be compiled within bounds."""
+    def check(self, kind: str, text: str, within: float = CHECK_S) -> None:
+        """Raises GrammarError for a grammar that can't be compiled within bounds: GrammarLate after so many seconds."""
         if self._process is not None and self._process.poll() is not None:
             self.close()
         try:
             if self._process is None:
                 self._process = self._start()
-            complaint = _ask(self._process, (kind, text), time.monotonic() + CHECK_S)
+            complaint = _ask(self._process, (kind, text), time.monotonic() + within)
         except _Late:
             self.close()
-            raise GrammarError(f"it wasn't compiled within {CHECK_S:g} s") from None
+            raise GrammarLate(f"it wasn't compiled within {within:g} s") from None
         except _Gone:
             self.close()
             raise GrammarError("it is too large or too deeply nested to be compiled") from None
