@@ -66,6 +66,8 @@ class Vocabulary:
             choices = json.loads(text)
             if not choices or not isinstance(choices, list) or not all(isinstance(c, str) and c for c in choices):
                 raise ValueError("choice must be a list of strings, none of them empty")
+            # one lexeme: as alternatives of a rule, each would count as an item of the parser's rows
+            return grammar_from("grammar", "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, choices)))
         if kind == "json_schema":
             return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE})
         return grammar_from("grammar" if kind == "lark" else kind, text)  # type: ignore[arg-type]
@@ -105,7 +107,9 @@ def advance(matcher: LLMatcher, tokens: list[int]) -> None:
 
 
 def _cut(message: str) -> str:
-    message = message.strip()
+    message = message.removesuffix("<non-verbose/>").strip()
+    if message == "NoExtensionBias":  # llguidance's word for an empty language: a grammar of loops alone, for one
+        message = "no text can follow it"
     return message if len(message) <= MAX_MESSAGE_CHARS else message[:MAX_MESSAGE_CHARS] + " …"
 
 
