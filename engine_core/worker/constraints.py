@@ -65,8 +65,8 @@ class _Task:
 class Grammars:
     """Compiled grammars by key; `wake` is called from the compiling threads when there is an outcome.
 
-    What isn't tried within QUICK_S goes on to the second thread, where slow grammars wait for one another; each has cost
-    the others QUICK_S and the start of another child. What nobody waits for any more isn't compiled.
+    What isn't tried within QUICK_S goes on to the second thread, where slow grammars wait for one another; each has
+    cost the others QUICK_S and the start of another child. What nobody waits for any more isn't compiled.
     """
 
     def __init__(
