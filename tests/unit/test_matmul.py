@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine_core.device.cuda.graphs import CHUNK_SIZES, LEAST_CHUNK, MIXED_ROWS, mixed_chunk_sizes
+from engine_core.device.cuda.tuning import keep
 from engine_core.ops.cuda.cublaslt import Product
 from engine_core.ops.cuda.matmul import Choices, choices_file
 
@@ -57,6 +58,16 @@ def test_a_broken_file_counts_as_empty(tmp_path: Path, content: str) -> None:
     choices.choose(PRODUCT, 1)
     choices.save()
     assert Choices(file).find(PRODUCT, 8) == 1
+
+
+def test_choices_that_cannot_be_kept_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Red when a full disk or a folder that is gone keeps a server from starting, or nobody hears of it."""
+    choices = Choices(tmp_path / "gone" / "choices.json")
+    choices.choose(PRODUCT, 1)
+    with caplog.at_level("WARNING"):
+        keep(choices)
+    assert "choices_not_kept" in caplog.text
+    assert choices.find(PRODUCT, 8) == 1
 
 
 def test_the_file_names_card_and_version(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from engine_core.device.cuda.compute import Replay
 from engine_core.device.cuda.forwards import Opened, decode, head, ragged
 from engine_core.device.cuda.graphs import Captures, GraphPool
-from engine_core.device.cuda.tuning import Wanted, tune
+from engine_core.device.cuda.tuning import Wanted, keep, tune
 from engine_core.ops.cuda.attention import DecodeAttention
 from engine_core.ops.cuda.decoder import FEW_ROWS
 from engine_core.ops.cuda.splits import PAGE
@@ -37,7 +37,7 @@ def ragged_shapes(opened: Opened, lane: Lane) -> list[tuple[int, int]]:
 def tune_products(opened: Opened, progress: Progress) -> None:
     """Choose an algorithm for every product of the graphs, unless an earlier start did."""
     if tune(_wanted(opened), lambda done, total: progress("choose matrix products", done, total)):
-        opened.choices.save()
+        keep(opened.choices)
 
 
 def _wanted(opened: Opened) -> Iterator[Wanted]:

@@ -6,6 +6,7 @@ the cache. Times come from the host's clock over many replays: a Green Context's
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -14,9 +15,13 @@ from typing import Any
 import torch
 
 from engine_core.device.cuda.graphs import GraphPool
+from engine_core.errors import describe_chain
+from engine_core.log import event
 from engine_core.ops.cuda.cublaslt import Problem, Product
 from engine_core.ops.cuda.decoder import Weights
-from engine_core.ops.cuda.matmul import LaneMatmul
+from engine_core.ops.cuda.matmul import Choices, LaneMatmul
+
+log = logging.getLogger("greenlane.worker")
 
 _cuda: Any = torch.cuda  # torch's annotations of streams are incomplete
 COLD_BYTES = 200 << 20
@@ -51,6 +56,14 @@ def tune(wanted: Iterable[Wanted], progress: Callable[[int, int], None]) -> int:
         progress(len(unmeasured), len(unmeasured))
         _cuda.empty_cache()
     return len(unmeasured)
+
+
+def keep(choices: Choices) -> None:
+    """For the next start; where that can't be, it will measure anew, which takes some seconds."""
+    try:
+        choices.save()
+    except OSError as error:
+        event(log, logging.WARNING, "choices_not_kept", cause=describe_chain(error))
 
 
 def _product(group: Wanted, rows: int) -> Product:

@@ -45,7 +45,7 @@ class Choices:
         self._places[_key(product)] = place
 
     def save(self) -> None:
-        """Replaces the file at once: several processes may do so."""
+        """Replaces the file at once: several processes may do so. Raises OSError."""
         with tempfile.NamedTemporaryFile("w", dir=self._file.parent, delete=False) as file:
             json.dump(self._places, file, indent=0, sort_keys=True)
         Path(file.name).rename(self._file)
