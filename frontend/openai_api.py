@@ -72,14 +72,16 @@ class OpenAiApi:
     # ------------------------------ completions
 
     async def completions(self, exchange: Exchange) -> None:
-        body = parse_completion(decode_object(await exchange.body()))
-        self._served.check_model(body.options.model)
+        with self._served.refusals_counted():
+            body = parse_completion(decode_object(await exchange.body()))
+            self._served.check_model(body.options.model)
         await exchange.unless_gone(self._complete(exchange, body))
 
     async def _complete(self, exchange: Exchange, body: CompletionBody) -> None:
         prompts: list[Prompt] = []
         for prompt in body.prompts:
-            prompts.append(await self._prompt(body, prompt))
+            with self._served.refusals_counted():
+                prompts.append(await self._prompt(body, prompt))
             await asyncio.sleep(0)  # other streams' events don't wait for a thousand prompts
         head = self._head("cmpl-", "text_completion")
         async with self._ask(head.id, body.options, prompts) as asked:
@@ -125,13 +127,15 @@ class OpenAiApi:
     # ------------------------------ chat
 
     async def chat(self, exchange: Exchange) -> None:
-        body = parse_chat(decode_object(await exchange.body()))
-        self._served.check_model(body.options.model)
+        with self._served.refusals_counted():
+            body = parse_chat(decode_object(await exchange.body()))
+            self._served.check_model(body.options.model)
         await exchange.unless_gone(self._chat(exchange, body))
 
     async def _chat(self, exchange: Exchange, body: ChatBody) -> None:
-        text = await self._served.render(body.chat)
-        prompt = Prompt(await self._served.encode(text, body.options.add_special_tokens))
+        with self._served.refusals_counted():
+            text = await self._served.render(body.chat)
+            prompt = Prompt(await self._served.encode(text, body.options.add_special_tokens))
         splitters = None
         if self._served.thinks and body.options.grammar is None:  # a grammar leaves no room for thoughts
             splitters = [ReasoningSplitter(opens_thinking(text)) for _ in range(body.options.n)]

@@ -7,9 +7,10 @@ the refusal of new ones while draining. Knows no wire format and samples nothing
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import functools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -238,19 +239,31 @@ class Served:
 
     # ------------------------------ requests
 
+    @contextlib.contextmanager
+    def refusals_counted(self) -> Iterator[None]:
+        """Around what makes a request of a call: one refused here counts as those do that the engine core refuses."""
+        began = self._clock()
+        try:
+            yield
+        except ApiError:
+            self.metrics.count_outcome("rejected")
+            self.metrics.duration.observe(self._clock() - began)
+            raise
+
     def start(self, request: TextRequest) -> OpenRequest:
         """Send a request on its way; use it as an async context manager, so that leaving it ends the request.
 
         Raises ApiError (UNAVAILABLE) while draining.
         """
-        if self._draining:
-            raise ApiError(Code.UNAVAILABLE, "the server is shutting down", retry_after_s=DRAIN_RETRY_S)
         if request.deadline_s is None and self._request_timeout is not None:
             request = replace(request, deadline_s=self._request_timeout)
         span = serving()
         if span is not None:
             request = replace(request, trace_parent=span.traceparent())
-        answer = self._start(request)
+        with self.refusals_counted():
+            if self._draining:
+                raise ApiError(Code.UNAVAILABLE, "the server is shutting down", retry_after_s=DRAIN_RETRY_S)
+            answer = self._start(request)
         self.metrics.open_requests += 1
         self._idle.clear()
         given_up = functools.partial(self._given_up, self._engine.info)

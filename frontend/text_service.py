@@ -42,11 +42,12 @@ class TextService(text_pb2_grpc.TextServicer):
 
     @with_status
     async def Generate(self, request: text_pb2.GenerateRequest, context: Any) -> None:
-        self._served.check_model(_given(request, "model"))
         request_id = request.request_id[:MAX_LABEL_CHARS] or self._new_id()
-        sampling, tools = _sampling(request.sampling), asked_tools(request.chat)
-        ids, echo = await self._prompt(request, tools)
-        asked = _text_request(request, request_id, ids, sampling, _grammar(request, tools), deadline_s(context))
+        with self._served.refusals_counted():
+            self._served.check_model(_given(request, "model"))
+            sampling, tools = _sampling(request.sampling), asked_tools(request.chat)
+            ids, echo = await self._prompt(request, tools)
+            asked = _text_request(request, request_id, ids, sampling, _grammar(request, tools), deadline_s(context))
         calls = None if tools is None else CallSeparator(sampling.n or 1)
         async with self._served.start(asked) as answer:
             await answer.accepted()

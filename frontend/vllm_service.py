@@ -70,8 +70,9 @@ class VllmService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc
         """The answer; however the call ends, the request in the engine core ends with it."""
         self._last_request_at = time.time()
         with self._listed(request.request_id) as call:
-            ids = await prompt_ids(self._served, request)
-            asked = text_request(request, ids, deadline_s(context))
+            with self._served.refusals_counted():
+                ids = await prompt_ids(self._served, request)
+                asked = text_request(request, ids, deadline_s(context))
             answer = AnswerMessages(asked, request.stream)
             if not call.aborted:
                 async with self._served.start(asked) as call.opened:
