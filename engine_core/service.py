@@ -261,6 +261,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             now=self._clock(),
             draw_seed=self._draw_seed,
             max_unacked_bytes=self._max_unacked_bytes,
+            on_refused=None if self._spans is None else self._spans.published,
         )
         stream = self._streams[session.number] = _Stream(session)
         event(log, logging.INFO, "session_opened", session=session.number, open=len(self._streams))

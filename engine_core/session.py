@@ -77,7 +77,9 @@ class Session:
         draw_seed: Callable[[], int],
         max_unacked_bytes: int = MAX_UNACKED_BYTES,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        on_refused: Callable[[Output], None] | None = None,
     ) -> None:
+        """`on_refused` hears of requests that end here, before the engine saw them."""
         self.number = number
         self.client_name = ""
         self.rejected = 0
@@ -85,6 +87,7 @@ class Session:
         self._limits = limits
         self._info = info
         self._draw_seed = draw_seed
+        self._on_refused = on_refused
         self._max_unacked_bytes = max_unacked_bytes
         self._outbox = Outbox(max_message_bytes)
         self._awaited = 0
@@ -189,7 +192,10 @@ class Session:
             refusal.reason.code, refusal.message, refusal.reason, refusal.parameter, refusal.retry_after_s
         )
         finishes = [Finish(number + index, FINISH_REJECTED, prompt_tokens, 0, 0, error=error) for index in range(count)]
-        self.publish(Output(self.number, self._step, finishes=finishes))
+        output = Output(self.number, self._step, finishes=finishes)
+        if self._on_refused is not None:
+            self._on_refused(output)
+        self.publish(output)
 
     # -------------------------- to the client
 

@@ -117,6 +117,20 @@ def test_a_call_of_grpc_and_its_abort(make_server: MakeServer, collector: tuple[
     assert child(received.spans, own, "engine request").trace_id == own.trace_id
 
 
+def test_a_refused_request(make_server: MakeServer, collector: tuple[Collector, str]) -> None:
+    """Red if a request that the session refuses, before the engine sees it, has its span open until the session ends:
+    every step looks through those that are open."""
+    received, url = collector
+    server = make_server(f"--otlp-traces-endpoint={url}")
+    with server.client() as client:
+        body = {"model": "tiny", "prompt": CANARY, "max_tokens": 10**6}
+        assert client.post("/v1/completions", json=body, headers={"traceparent": PARENT}).status_code == 400
+    until(lambda: len(received.of(TRACE)) == 3, "call, request and its time in the queue arrived")
+    (root,) = [span for span in received.of(TRACE) if span.parent_span_id.hex() == SPAN]
+    assert attributes(root)["greenlane.outcome"] == "rejected"
+    assert attributes(child(received.of(TRACE), root, "engine request"))["error.type"] == "INVALID_ARGUMENT"
+
+
 @pytest.mark.parametrize("url", ["127.0.0.1:4317", "http://127.0.0.1", "ftp://127.0.0.1:4317"])
 def test_endpoints_that_are_refused(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Red if traces are silently sent nowhere."""
