@@ -24,7 +24,7 @@ def check_private(folder: Path) -> None:
     except OSError as error:
         raise ConfigError(f"the socket folder {folder} can't be used: {error.strerror}") from error
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise ConfigError(f"the socket folder {folder} must be yours and of mode 0700: chmod 700 {folder}")
+        raise ConfigError(f"the socket folder {folder} must be yours and of mode 0700: make one with mkdir -m 700")
 
 
 def claim_private(path: Path) -> None:

@@ -71,10 +71,10 @@ def test_paths_that_no_socket_can_have_are_named(tmp_path: Path) -> None:
 def test_an_open_folder_is_refused_for_worker_sockets(tmp_path: Path, mode: int) -> None:
     """Red when --worker-address may lie where another user could pose as the worker."""
     tmp_path.chmod(mode)
-    with pytest.raises(ConfigError, match="chmod 700"):
+    with pytest.raises(ConfigError, match="mkdir -m 700"):
         check_private(tmp_path)
     wake_fd = os.eventfd(0)
-    with pytest.raises(ConfigError, match="chmod 700"):
+    with pytest.raises(ConfigError, match="mkdir -m 700"):
         ZmqExecutor(
             tmp_path / "s", command=None, wake_fd=wake_fd, gpu_wait_timeout=1, worker_timeout=1, start_timeout=1
         )
