@@ -247,7 +247,8 @@ def test_client_gone(pair: tuple[Server, Smg]) -> None:
     """Red if a request runs on for a client of the gateway that has left."""
     server, gateway = pair
     with gateway.client() as client, client.stream("POST", "/v1/completions", json={**ENDLESS, "stream": True}) as got:
-        next(got.iter_lines())
+        lines = got.iter_lines()  # the response is closed with it
+        next(lines)
         assert open_sequences(server) == 1
     until(server.idle, "the request was aborted")
 
