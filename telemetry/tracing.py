@@ -7,11 +7,14 @@ span itself. A caller's decision not to sample is kept. Needs the extra `otel`; 
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Mapping
 from typing import Any
 
 MAX_TRACEPARENT_CHARS = 64
 HEADER = "traceparent"
+CLOSE_S = 1.0
+"""How long a collector that doesn't answer may hold up the end of a process, and with it the start of the next."""
 _ENDPOINT = re.compile(r"(https?)://([^/\s]+:\d+)/?")
 _STRAIGHT: Any = (("grpc.enable_http_proxy", 0),)
 
@@ -76,5 +79,7 @@ class Tracing:
         span.set_attribute("error.type", reason)
 
     def close(self) -> None:
-        """Send what is left, within some seconds."""
-        self._provider.shutdown()
+        """Send what is left, within CLOSE_S."""
+        last = threading.Thread(target=self._provider.shutdown, name="last traces", daemon=True)
+        last.start()
+        last.join(CLOSE_S)
