@@ -84,7 +84,12 @@ FLAGS = (
         "MS",
         "what a decode step may take beside prefill, for auto; default: twice its lone pace",
     ),
-    Flag("ttft_target_ms", float, "MS", "how long prompts may wait before decode gives way, for auto; default: 400"),
+    Flag(
+        "ttft_target_ms",
+        float,
+        "MS",
+        "how long prompts may wait before decode gives way, for auto; default: 400, with an ITL target never",
+    ),
     Flag(
         "staged_inputs",
         str,
@@ -154,9 +159,13 @@ def engine(arguments: list[str]) -> int:
         config = read_config(options)
         folder = find_model(config.model, CONFIG_FILES if options.check_flags else SERVED_FILES)
         model = check_model(config, folder)
+        if options.check_checkpoint and config.load_format != "dummy":
+            from engine_core.models.weights import check_checkpoint
+
+            check_checkpoint(folder, model)
     except ConfigError as error:
         return refuse(str(error))
-    if options.check_flags:
+    if options.check_flags or options.check_checkpoint:
         return 0
     from engine_core.main import run
 
@@ -191,6 +200,7 @@ def parser() -> argparse.ArgumentParser:
                 help=flag.help + shown,
             )
     out.add_argument("--check-flags", action="store_true", help="check flags and model configuration, start nothing")
+    out.add_argument("--check-checkpoint", action="store_true", help="as --check-flags, and the headers of its weights")
     watcher = out.add_argument_group("for whoever starts and watches it")
     watcher.add_argument("--ready-fd", type=int, metavar="FD", help="gets one JSON line once the engine serves")
     watcher.add_argument("--alive-fd", type=int, metavar="FD", help="gets a byte a second while the process is alive")

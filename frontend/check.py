@@ -1,7 +1,7 @@
 """`greenlane check`: whether this machine is fit to serve, and what to change where it is not.
 
-Owns the list of findings. Loads nothing itself: torch is asked in a process of its own, the model by the engine core's
-own `--check-flags`.
+Owns the list of findings. Torch is asked in a process of its own, the model and its checkpoint by the engine core's own
+checks; the tokenizer is loaded, as a frontend would.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from typing import Any
 import rich.box
 import rich.console
 import rich.table
+
+from frontend.config import ConfigError
+from frontend.tokenizer import Tokenizer
 
 PROBE_S = 120.0
 LANE_CAPABILITY = "9.0"
@@ -43,7 +46,7 @@ def check_machine(model: str | None, device: str, ports: Sequence[int]) -> list[
     torch = _probe_torch()
     findings = [_python(), _torch(torch), _driver(), _device(device), _gpu(torch, device), _lanes(torch)]
     if model is not None:
-        findings.append(_model(model, device))
+        findings += _model(model, device)
     return [*findings, *(_port(port) for port in ports)]
 
 
@@ -126,15 +129,21 @@ def _lanes(probed: dict[str, Any] | str) -> Finding:
     return Finding("lane modes", None, f"off, stream, green and auto with {split}")
 
 
-def _model(model: str, device: str) -> Finding:
-    """The engine core's own verdict on the folder and the device."""
-    command = [sys.executable, "-P", "-m", "engine_core", "engine", "--check-flags"]
-    result = subprocess.run(
-        [*command, f"--model={model}", f"--device={device}"], stdin=subprocess.DEVNULL, capture_output=True, text=True
-    )
+def _model(model: str, device: str) -> list[Finding]:
+    """The engine core's own verdict on the folder and the device, and the frontend's on its tokenizer."""
+    here = Path(model).is_dir()
+    flags = [f"--model={model}", f"--device={device}", "--check-checkpoint" if here else "--check-flags"]
+    command = [sys.executable, "-P", "-m", "engine_core", "engine", *flags]
+    result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if result.returncode != 0:
-        return Finding("model", False, result.stderr.strip().removeprefix("error: "))
-    return Finding("model", True, f"{model}: {_architecture(Path(model))}")
+        return [Finding("model", False, result.stderr.strip().removeprefix("error: "))]
+    findings = [Finding("model", True, f"{model}: {_architecture(Path(model))}")]
+    if here:
+        try:
+            findings.append(Finding("tokenizer", True, f"{Tokenizer.load(model).vocab_size} ids"))
+        except ConfigError as error:
+            findings.append(Finding("tokenizer", False, str(error)))
+    return findings
 
 
 def _architecture(folder: Path) -> str:

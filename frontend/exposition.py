@@ -37,7 +37,8 @@ ENGINE_COUNTERS = {
 Labelled = dict[str, tuple[str, str | None, dict[str, str]]]
 ENGINE_LABELLED: Labelled = {
     "sequences_finished": (
-        "Sequences that ended, by outcome: eos or a stop id, max_tokens or a full context, their client, a failure",
+        "Sequences that ended: by eos or a stop id, max_tokens or a full context, their client, a failure or a grammar "
+        "that can't be compiled",
         "outcome",
         {"stop": "finished_stop", "length": "finished_length", "abort": "finished_abort", "error": "finished_error"},
     ),

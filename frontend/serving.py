@@ -172,7 +172,9 @@ class Served:
         """Raise ApiError (NOT_FOUND) for a model that isn't served; None means the one that is."""
         if name is not None and name not in self.names:
             shown = name if len(name) <= 128 else name[:128] + "…"
-            raise ApiError(Code.NOT_FOUND, f"model {shown!r} is not served here; {self.names[0]!r} is", "model")
+            raise ApiError(
+                Code.NOT_FOUND, f"model {shown!r} is not served here; {' or '.join(map(repr, self.names))} is", "model"
+            )
 
     # ------------------------------ prompts
 

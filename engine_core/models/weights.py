@@ -130,6 +130,11 @@ def load_parameters(
 # ------------------------------ checkpoints
 
 
+def check_checkpoint(folder: Path, config: ModelConfig) -> None:
+    """The files' headers, sizes, names and shapes, without their values. Raises ConfigError."""
+    _check(open_shards(folder), checkpoint_targets(config), config)
+
+
 def _load(
     shards: list[Shard],
     targets: Mapping[str, _Target],

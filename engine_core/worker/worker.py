@@ -215,7 +215,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         prog="greenlane worker", description="One rank of an engine core, started by the core or by hand beside it."
     )
     parser.add_argument("--connect", required=True, metavar="ipc:///PATH", help="the core's worker socket")
-    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument(
+        "--rank", type=int, default=0, help="which of the workers that share a model; 0 where it has one"
+    )
     parser.add_argument("--control-fd", type=int, help="pipe for the last word of an abort; the core passes it")
     parser.add_argument("--parent-pid", type=int, help="process without which the worker must not live")
     parser.add_argument("--log-level", default="info", choices=LEVELS)

@@ -57,7 +57,9 @@ class Summary:
     decode_beside_ms: Spread
     """Such steps with a batch on the prefill lane, at their launch or at any time of their run."""
     mixed_ms: Spread
-    """Steps with chunks in the primary lane's forward."""
+    """Steps with decode rows and chunks in the primary lane's forward."""
+    chunks_alone_ms: Spread
+    """Those with chunks and no decode row."""
     prefill_launches: int
     prefills: list[PrefillRow]
     inside_min: int | None
@@ -82,7 +84,8 @@ def summarize(run: Run) -> Summary:
         steps=len(decodes),
         decode_alone_ms=Spread.of([_ms(step) for step in plain if step.step not in beside]),
         decode_beside_ms=Spread.of([_ms(step) for step in plain if step.step in beside]),
-        mixed_ms=Spread.of([_ms(step) for step in decodes if step.chunk_tokens]),
+        mixed_ms=Spread.of([_ms(step) for step in decodes if step.chunk_tokens and step.decode_rows]),
+        chunks_alone_ms=Spread.of([_ms(step) for step in decodes if step.chunk_tokens and not step.decode_rows]),
         prefill_launches=len(run.prefill_launches),
         prefills=_rows(prefills, inside),
         inside_min=min(inside, default=None),
@@ -169,8 +172,9 @@ def print_summary(console: rich.console.Console, run: Run, summary: Summary) -> 
         ("decode alone, ms", summary.decode_alone_ms),
         ("decode beside a prefill, ms", summary.decode_beside_ms),
         ("decode and chunks in one forward, ms", summary.mixed_ms),
-        ("GPU idle before a step, µs", summary.gpu_idle_us),
-        ("host per step, µs", summary.host_us),
+        ("chunks alone, ms", summary.chunks_alone_ms),
+        ("primary lane idle before a step, µs", summary.gpu_idle_us),
+        ("host per step (on cpu the forward itself), µs", summary.host_us),
     ):
         table.add_row(name, str(spread.count), _figure(spread.p50), _figure(spread.p99))
     console.print(table)

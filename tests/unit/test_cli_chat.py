@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -236,6 +237,7 @@ def test_check_of_this_machine() -> None:
     assert findings["Python"].fit
     assert findings["torch"].fit
     assert findings["model"] == Finding("model", True, f"{TINY}: Qwen3ForCausalLM, 0.01 GiB of weights")
+    assert findings["tokenizer"].fit
     assert findings["port 0"].fit
     assert findings[f"port {busy}"].fit is False
     assert findings.keys() >= {"NVIDIA driver", "GPU", "lane modes"}
@@ -252,6 +254,28 @@ def test_check_names_what_is_unfit(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "GPT2LMHeadModel" in model["found"]
     assert print_findings(findings, as_json=False) == 1
     assert "not fit to serve" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("file", "keep", "what", "found"),
+    [
+        ("model.safetensors", 1000, "model", "claims"),
+        ("model.safetensors", None, "model", "safetensors"),
+        ("tokenizer.json", 1, "tokenizer", "tokenizer.json"),
+        ("tokenizer.json", None, "tokenizer", "tokenizer.json"),
+    ],
+)
+def test_check_looks_into_the_folder(tmp_path: Path, file: str, keep: int | None, what: str, found: str) -> None:
+    """Red if a folder whose weights or tokenizer `serve` would refuse is called fit."""
+    folder = tmp_path / "model"
+    shutil.copytree(TINY, folder)
+    if keep is None:
+        (folder / file).unlink()
+    else:
+        (folder / file).write_bytes((folder / file).read_bytes()[:keep])
+    findings = {each.what: each for each in check_machine(str(folder), "cpu", ())}
+    assert findings[what].fit is False
+    assert found in findings[what].found
 
 
 class Terminal(io.StringIO):
