@@ -9,16 +9,18 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import grpc
+import grpc.aio
 import pytest
 import pytest_asyncio
 from smg_grpc_proto import vllm_engine_pb2 as pb
+from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2 as common
 
 from frontend import vllm_service
 from frontend.config import Place
 from frontend.request import ApiError, Code, Delta, Grammar, Sampling, TokenLogprob, TopLogprob
 from tests.unit.rich_errors import named_field, reason, retry_ms
-from tests.unit.scripted_answers import Site, until, words
+from tests.unit.scripted_answers import HANG_GUARD_S, Site, until, words
 from tests.unit.scripted_engine import socket_folder
 from tests.unit.vllm_front import Scripted, failed, fronting, scripted
 
@@ -242,6 +244,31 @@ async def test_no_metadata_before_acceptance(front: Scripted) -> None:
     front.site.script.answers[0].release()
     await metadata
     call.cancel()
+
+
+PINGING = [
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.keepalive_time_ms", 400),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+"""A client that pings more often than gateways do: what they do in 150 s of a silent prefill, it does in five."""
+SILENCE_S = 5.0
+
+
+async def test_pings_through_a_silent_prefill_cost_nothing(front: Scripted) -> None:
+    """Red without GATEWAY_PINGS: the third ping without data in between closes the connection, with all calls on it."""
+    front.site.script.gated_acceptance = True
+    async with grpc.aio.insecure_channel(front.address, options=PINGING) as channel:
+        request = pb.GenerateRequest(request_id="slow", text="x", stream=True)
+        call = vllm_engine_pb2_grpc.VllmEngineStub(channel).Generate(request, timeout=HANG_GUARD_S)
+        read = asyncio.ensure_future(call.read())
+        await until(lambda: len(front.site.script.answers) == 1)
+        await asyncio.sleep(SILENCE_S)
+        assert not read.done(), "the call ended in the silence"
+        front.site.script.answers[0].release()
+        assert (await read).HasField("chunk")
+        call.cancel()
 
 
 async def test_an_abort_that_reaches_another_frontend() -> None:
