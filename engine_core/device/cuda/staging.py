@@ -20,6 +20,17 @@ from engine_core.device.lanes import LaneStream, record
 
 RING = 2
 """A step's copy starts behind the step before it: a refresh waits only where two more are in flight already."""
+BY_ROW: tuple[tuple[str, Any], ...] = (
+    ("targets", np.int64),
+    ("picks", np.int64),
+    ("slots", np.int32),
+    ("positions", np.int32),
+    ("pages", np.int32),
+    ("sample_slots", np.int32),
+    ("sample_positions", np.int32),
+)
+BY_TOKEN: tuple[tuple[str, Any], ...] = (("ids", np.int32), ("token_slots", np.int32), ("token_positions", np.int32))
+"""Fields and their types."""
 NO_SLOT = ("slots", "sample_slots", "token_slots")
 """Padding: such rows and tokens read and write nothing (rule S6)."""
 INPUT_EVENT_FLAGS = 0x1 | 0x2
@@ -44,33 +55,20 @@ class Staging:
         in_graph: bool = False,
     ) -> None:
         """`in_graph`: the copies are captured (`copy_in_graph`), and the ring is one buffer."""
-        by_row = (
-            ("targets", np.int64, rows),
-            ("picks", np.int64, rows),
-            ("slots", np.int32, rows),
-            ("positions", np.int32, rows),
-            ("pages", np.int32, rows),
-            ("sample_slots", np.int32, rows),
-            ("sample_positions", np.int32, rows),
-        )
-        by_token = (
-            ("ids", np.int32, tokens),
-            ("token_slots", np.int32, tokens),
-            ("token_positions", np.int32, tokens),
-        )
         self._driver = driver
         self._target = target
         self._in_graph = in_graph
         self._ring = ring = 1 if in_graph else ring
-        self._row_bytes = sum(np.dtype(kind).itemsize * count for _, kind, count in by_row)
-        self._bytes = self._row_bytes + sum(np.dtype(kind).itemsize * count for _, kind, count in by_token)
+        fields = [(name, kind, rows) for name, kind in BY_ROW] + [(name, kind, tokens) for name, kind in BY_TOKEN]
+        self._row_bytes = rows * sum(np.dtype(kind).itemsize for _, kind in BY_ROW)
+        self._bytes = self._row_bytes + tokens * sum(np.dtype(kind).itemsize for _, kind in BY_TOKEN)
         pinned = device.type == "cuda"
         self._device = torch.zeros(self._bytes, dtype=torch.uint8, device=device)
         self._pinned = [torch.zeros(self._bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(ring)]
         self._views: list[dict[str, npt.NDArray[Any]]] = [{} for _ in range(ring)]
         self.on_device: dict[str, torch.Tensor] = {}
         offset = 0
-        for name, kind, count in (*by_row, *by_token):
+        for name, kind, count in fields:
             size = np.dtype(kind).itemsize * count
             self.on_device[name] = self._device[offset : offset + size].view(_TORCH[kind])
             for views, buffer in zip(self._views, self._pinned, strict=True):
