@@ -193,8 +193,8 @@ class StepTimes(msgspec.Struct, array_like=True, frozen=True):
     """Of decode attention on the whole GPU, for each token of KV that it reads."""
     beside_slowdown: float
     """That on the decode partition beside a prefill, over the whole GPU."""
-    history_ns: float
-    """Of prefill attention on the whole GPU, for each token of a chunk and each token of KV before the chunk."""
+    history: list[tuple[int, float]]
+    """(tokens of a chunk, ns that its attention takes on the whole GPU for each token of KV before it), ascending."""
 
 
 class Lane(enum.IntEnum):

@@ -21,7 +21,6 @@ from engine_core.ops.cuda.cublaslt import CublasLt, Product
 from engine_core.ops.cuda.kernel import Kernels
 from engine_core.ops.cuda.layer import AddRmsNorm, EmbedLast, Heads, RopeAndStore, SiluMul
 from engine_core.ops.cuda.linear import Epilogue, LinearWeights, SkinnyLinear, Tile
-from engine_core.ops.cuda.prefill import Backend, PagedPrefill, PrefillLimits
 from engine_core.ops.cuda.sampling import Sampler, SamplingTables, encode_row
 from engine_core.ops.masks import allowed_ids, mask_size
 from engine_core.step import RowSampling
@@ -32,26 +31,18 @@ from scripts.gpu_kernel_cases import (
     QWEN3_4B,
     Context,
     Decoder,
+    Measured,
     angles,
     capture,
     integers,
     make_context,
     make_kernels,
-    page_lists,
+    near,
     poisoned,
     random,
-    relative_error,
     sms,
 )
-
-Measured = dict[str, float]
-BOUND = 4e-3
-"""Of the relative error: bf16 results are within 2e-3 of the truth, those normed on the way within 3.5e-3."""
-
-
-def near(measured: Measured, name: str, actual: torch.Tensor, expected: torch.Tensor, bound: float = BOUND) -> None:
-    measured[name] = relative_error(actual, expected)
-    assert measured[name] < bound, f"{name}: relative error {measured[name]:.2e}, bound {bound:.0e}"
+from scripts.gpu_prefill_checks import check_prefill
 
 
 def on_cpu(layer: LinearWeights) -> LinearWeights:
@@ -212,31 +203,6 @@ def check_attention(cache: Path) -> Measured:
             for _ in range(20):
                 graph.replay()
                 assert torch.equal(out[live], first[live]), "replays differ: a race"
-    return measured
-
-
-def check_prefill(cache: Path) -> Measured:
-    measured, heads = Measured(), QWEN3_4B.heads
-    workspace = torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE)
-    context = make_context(heads, [1, 0], [1, 1], 4, 2048, 1)
-    (kv,), pages = context.pools, page_lists(context)
-    for backend in Backend:
-        prefill = PagedPrefill(heads, PrefillLimits(4, 512, 512), heads.head_dim**-0.5, workspace, backend)
-        q, out = random(512, heads.query, heads.head_dim), poisoned(512, heads.query, heads.head_dim)
-        graph = capture(partial(prefill.run, q, kv, out))
-        for starts, lengths in (([513, 0], [300, 212]), ([0], [512]), ([1200, 77], [17, 1]), ([40, 7], [100, 333])):
-            out.fill_(torch.nan)
-            prefill.plan(starts, lengths, pages)
-            graph.replay()
-            torch.cuda.synchronize()
-            wanted, first = [], 0
-            for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-                chunk = q[first : first + length].cpu()
-                table = torch.from_numpy(pages[row])
-                wanted.append(reference.paged_attention(chunk, kv.cpu(), table, start + length, heads.head_dim**-0.5))
-                first += length
-            near(measured, f"prefill/{backend.value}/{starts}+{lengths}", out[:first], torch.cat(wanted))
-            assert bool(out[first:].isnan().all()), "tokens beyond the plan were written"
     return measured
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import flashinfer
 import numpy as np
@@ -22,7 +23,7 @@ from engine_core.ops.cuda.cublaslt import CublasLt, Problem, Product
 from engine_core.ops.cuda.layer import AddRmsNorm, RopeAndStore, SiluMul
 from engine_core.ops.cuda.linear import Epilogue, LinearWeights, SkinnyLinear, Tile
 from engine_core.ops.cuda.nvrtc import CudaKernels
-from engine_core.ops.cuda.prefill import Backend, PagedPrefill, PrefillLimits
+from engine_core.ops.cuda.prefill import LaneSms, PagedPrefill, PrefillLimits
 from engine_core.ops.cuda.sampling import Sampler, SamplingTables, encode_row
 from engine_core.ops.masks import mask_size
 from engine_core.step import RowSampling
@@ -47,6 +48,7 @@ from scripts.gpu_kernel_cases import (
     sms,
 )
 
+_cuda: Any = torch.cuda  # torch's annotations of streams are incomplete
 Row = dict[str, float | int | str]
 COPIES = 6
 """Sets of weights that the timed calls take turns at."""
@@ -282,24 +284,26 @@ def time_sampling(cache: Path) -> Iterable[Row]:
 
 def time_prefill(cache: Path) -> Iterable[Row]:
     heads = QWEN3_4B.heads
-    workspace = torch.empty(512 << 20, dtype=torch.uint8, device=DEVICE)
     context = make_context(heads, [0], [1], 1, 16384, 1)
     pages, (kv,) = page_lists(context), context.pools
-    for backend in Backend:
-        for start, length in ((0, 512), (0, 2048), (0, 4096), (8192, 512), (8192, 2048)):
-            limits = PrefillLimits(4, length, 1024)
-            prefill = PagedPrefill(heads, limits, heads.head_dim**-0.5, workspace, backend)
+    chunks = ((0, 240), (4096, 64), (4096, 128), (4096, 240), (8192, 240), (0, 512), (0, 2048), (0, 4096), (8192, 2048))
+    for start, length in chunks:
+        for cut, branch in (("whole", None), ("cut", _cuda.Stream())):
+            limits, lane = PrefillLimits(4, length, 1024), LaneSms(sms(), sms())
+            prefill = PagedPrefill(
+                heads, limits, heads.head_dim**-0.5, lane, make_kernels(cache), DEVICE, branch=branch
+            )
             plan_us = []
             for _ in range(10):
                 torch.cuda.synchronize()
                 before = time.perf_counter()
-                prefill.plan([start], [length], pages)
+                prefill.plan([start], [length], pages, bucket=length)
                 plan_us.append((time.perf_counter() - before) * 1e6)
             q, out = random(length, heads.query, heads.head_dim), poisoned(length, heads.query, heads.head_dim)
             us = median_us(capture(partial(prefill.run, q, kv, out)), 1)
             operations = 4 * heads.query * heads.head_dim * length * (start + length / 2)
             yield {
-                "kernel": f"prefill {backend.value} {length} after {start}",
+                "kernel": f"prefill {length} after {start}, {cut}",
                 "us": us,
                 "TFLOP/s": operations / us / 1e6,
                 "plan us": sorted(plan_us)[5],

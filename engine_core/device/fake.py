@@ -238,7 +238,7 @@ def pretended_times(rows: int) -> StepTimes:
         lane=[(count, 2000 + 30 * count) for count in (*tokens, 4096, 8192)],
         context_ns=35.0,
         beside_slowdown=1.5,
-        history_ns=1.0,
+        history=[(count, float(count)) for count in tokens],
     )
 
 

@@ -23,10 +23,21 @@ from engine_core.step import MOST_PRIMARY_TOKENS, StepTimes
 
 TARGET_FACTOR = 2.0
 """Without `--itl-target-ms`: a decode step may take so many times as long as it would alone."""
+LEAST_ROWS = 16
+"""Fewer decode rows are held to the pace of so many: a step of theirs takes little less, and prompts three times as
+long if it may not take much more."""
+LANE_TOKENS = 2048
+"""Of a batch on the prefill lane, unless its first prompt has more: further ones would keep that one waiting for its
+first token, and batches of more tokens don't get through more of them in the same time."""
 TTFT_TARGET_MS = 400.0
 """Without `--ttft-target-ms` and `--itl-target-ms`: how long prompts may take, all that wait together."""
-MARGIN = 0.92
+MARGIN = 0.95
 """Of the target, for what the model doesn't know."""
+
+
+JOIN_STEPS = 2
+"""A batch that is complete waits for the decode step in flight, and the next is planned with the one behind it, which
+also brings the first tokens."""
 
 
 class Way(Enum):
@@ -94,13 +105,15 @@ class AutoPolicy:
         if chunk is not None:
             ways.append((self._mixed_us(load, chunk), Choice(chunk, Way.MIXED)))
         if self.model.beside(load) <= target:
-            ways.append((self._lane_us(load), Choice(self._token_budget, Way.LANE)))
+            ways.append((self._lane_us(load), Choice(self._lane_tokens(load), Way.LANE)))
         us, choice = min(ways or [self._gentlest(load)], key=lambda way: way[0])
         return choice if us <= self._patience_us else self._patient(load, choice, us)
 
     def target(self, load: Load) -> float:
         """What a decode step may take."""
-        return self._target_us if self._target_us is not None else TARGET_FACTOR * self.model.decode(load)
+        if self._target_us is not None:
+            return self._target_us
+        return TARGET_FACTOR * self.model.decode(replace(load, rows=max(load.rows, LEAST_ROWS)))
 
     def observe(self, observed: Observed) -> None:
         self.model.observe(observed)
@@ -122,7 +135,7 @@ class AutoPolicy:
         """The way with the shortest decode step."""
         smallest = self.model.sizes(load.rows)[0]
         if self.model.beside(load) < self.model.mixed(load, smallest):
-            return self._lane_us(load), Choice(self._token_budget, Way.LANE)
+            return self._lane_us(load), Choice(self._lane_tokens(load), Way.LANE)
         return self._mixed_us(load, smallest), Choice(smallest, Way.MIXED)
 
     def _patient(self, load: Load, choice: Choice, us: float) -> Choice:
@@ -136,11 +149,16 @@ class AutoPolicy:
         return choice
 
     def _mixed_us(self, load: Load, tokens: int) -> float:
-        """Until the prompts are computed, in chunks of that size."""
-        steps = -(-load.remaining // tokens)
-        return steps * self.model.mixed(replace(load, history=load.history + load.first // 2), tokens)
+        """Until the prompts are computed, in chunks of that size and one of what they leave."""
+        midway = replace(load, history=load.history + load.first // 2)
+        steps, rest = divmod(load.remaining, tokens)
+        return steps * self.model.mixed(midway, tokens) + (self.model.mixed(midway, rest) if rest else 0.0)
 
     def _lane_us(self, load: Load) -> float:
-        """Until the prompts are computed on the prefill lane, and joined by the decode step that runs then."""
-        tokens = min(load.remaining, self._token_budget)
-        return -(-load.remaining // tokens) * self.model.batch(load, tokens) + self.model.beside(load)
+        """Until the prompts are computed on the prefill lane and the last has joined the decode rows."""
+        tokens = min(load.remaining, self._lane_tokens(load))
+        beside, batches = self.model.beside(load), -(-load.remaining // tokens)
+        return batches * (self.model.batch(load, tokens) + beside) + (JOIN_STEPS - 1) * beside
+
+    def _lane_tokens(self, load: Load) -> int:
+        return min(max(load.first, LANE_TOKENS), self._token_budget)

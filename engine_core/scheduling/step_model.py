@@ -7,6 +7,7 @@ follows. Every kind of work has a correction of its own: the measured over the p
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -68,6 +69,8 @@ class StepModel:
         self._beside = [us for _, us in times.beside]
         self._batch_tokens = [tokens for tokens, _ in times.lane]
         self._batch = [us for _, us in times.lane]
+        self._history_tokens = [tokens for tokens, _ in times.history]
+        self._history_ns = [ns for _, ns in times.history]
         self._mixed: dict[int, list[tuple[int, int]]] = {}
         for rows, tokens, us in times.mixed:
             sizes = self._mixed.setdefault(rows, [])
@@ -94,9 +97,7 @@ class StepModel:
 
     def batch(self, load: Load, tokens: int) -> float:
         """In proportion to its tokens above the largest size."""
-        index = bisect_left(self._batch_tokens, tokens)
-        largest = self._batch[-1] * tokens / self._batch_tokens[-1]
-        us = self._batch[index] if index < len(self._batch) else largest
+        us = _beyond(self._batch_tokens, self._batch, tokens)
         return self._corrections[Work.BATCH] * (us + self._history(load, tokens))
 
     def observe(self, observed: Observed) -> None:
@@ -128,7 +129,13 @@ class StepModel:
         return self._times.context_ns * 1e-3 * load.context
 
     def _history(self, load: Load, tokens: int) -> float:
-        return self._times.history_ns * 1e-3 * load.history * tokens
+        return _beyond(self._history_tokens, self._history_ns, tokens) * 1e-3 * load.history
 
     def _sizes(self, rows: int) -> list[tuple[int, int]]:
         return self._mixed[self._mixed_rows[min(bisect_left(self._mixed_rows, rows), len(self._mixed_rows) - 1)]]
+
+
+def _beyond(sizes: list[int], values: Sequence[float], size: int) -> float:
+    """The value of the smallest size that is no smaller; in proportion above the largest."""
+    index = bisect_left(sizes, size)
+    return values[index] if index < len(values) else values[-1] * size / sizes[-1]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from engine_core.ops.cuda import reference
-from engine_core.ops.cuda.layer import AddRmsNorm, EmbedLast, Heads, RopeAndStore, SiluMul, rope_table
+from engine_core.ops.cuda.layer import AddRmsNorm, EmbedLast, Heads, MergeSpans, RopeAndStore, SiluMul, rope_table
 from tests.emulated import EmulatedKernels
 from tests.emulated.comparing import BF16, assert_near, integers, poisoned, random
 
@@ -71,3 +73,17 @@ def test_rope_writes_its_own_tokens_and_nothing_else(kernels: EmulatedKernels, h
     kv[page, :, place % 16] = kv_before[page, :, place % 16]
     assert torch.equal(kv, kv_before)
     assert torch.equal(qkv[1], before[1])
+
+
+@pytest.mark.parametrize("heads", [Heads(4, 2, 128), Heads(7, 1, 64)])
+def test_spans_are_merged_by_their_weights(heads: Heads, kernels: EmulatedKernels) -> None:
+    """Red if a row takes another's weight, or a span without keys (minus infinity) counts or makes NaN."""
+    out, other = random(5, heads.query, heads.head_dim), random(5, heads.query, heads.head_dim)
+    lse, other_lse = 4 * torch.randn(5, heads.query), 4 * torch.randn(5, heads.query)
+    other_lse[1], other_lse[3, 0], other[1] = -torch.inf, 500.0, 0
+    weight = torch.sigmoid((lse - other_lse).double() * math.log(2))[..., None]
+    expected = (weight * out.double() + (1 - weight) * other.double()).float()
+    untouched = out[1].clone()
+    MergeSpans(heads, kernels)(other, other_lse, out, lse)
+    assert_near(out, expected)
+    assert torch.equal(out[1], untouched)

@@ -80,12 +80,11 @@ class Capture:
         return replay
 
     def ragged(self) -> None:
-        attention = self._opened.mixed_attention()
         for lane, work in self._opened.lanes.items():
             for rows, tokens in self._shapes[lane]:
                 with _cuda.stream(work.stream):
-                    work.prefill.plan([0], [tokens], [np.zeros(-(-tokens // PAGE), np.int32)])
-                forward = ragged(self._opened, lane, rows, tokens, attention, self._kv)
+                    work.prefill.plan([0], [tokens], [np.zeros(-(-tokens // PAGE), np.int32)], bucket=tokens)
+                forward = ragged(self._opened, lane, rows, tokens, self._attention, self._kv)
                 work.ragged[rows, tokens] = self._replay(
                     lane, work.stream, forward, f"{tokens} tokens behind {rows} rows"
                 )

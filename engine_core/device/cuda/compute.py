@@ -188,7 +188,8 @@ class CudaCompute:
             ends = rows + np.cumsum(batch.lengths[decode:], dtype=np.int64)
             self._stage_tokens(fields, batch, rows, tokens, ends)
             starts, lengths = batch.starts[decode:].tolist(), batch.lengths[decode:].tolist()
-            lane.prefill.plan(starts, lengths, list(batch.page_tables[batch.slots[decode:]]), ring)
+            pages = list(batch.page_tables[batch.slots[decode:]])
+            lane.prefill.plan(starts, lengths, pages, ring, bucket=tokens)
             lane.staging.replay(lane.ragged[rows, tokens], tokens=True)
             self._pick(lane, batch, ring)
             lane.prompts[ring] = [

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -25,8 +24,6 @@ from engine_core.ops.cuda.matmul import Choices, LaneMatmul, Multiply
 from engine_core.ops.cuda.nvrtc import CudaKernels
 from engine_core.ops.cuda.sampling import Sampler, SamplingTables
 from engine_core.step import Lane
-
-_cuda: Any = torch.cuda  # torch's annotations of streams are incomplete
 
 
 @dataclass(slots=True)
@@ -53,8 +50,6 @@ class Opened:
     library: CublasLt
     choices: Choices
     sms: int
-    branch: Any
-    """A stream for what runs beside the primary lane's own work within one forward."""
 
     @property
     def scale(self) -> float:
@@ -68,10 +63,6 @@ class Opened:
     @property
     def most_chunk_tokens(self) -> int:
         return self.chunk_sizes[0][-1]
-
-    def mixed_attention(self) -> DecodeAttention:
-        """Of decode rows in one forward with chunks."""
-        return self.attention(self.sms // 2)
 
     def sms_of(self, lane: Lane) -> int:
         """Of the lane's own forwards with chunks; decode beside a prefill keeps to its partition."""
@@ -88,26 +79,15 @@ class Opened:
 def ragged(
     opened: Opened, lane: Lane, rows: int, tokens: int, attention: DecodeAttention, kv: torch.Tensor
 ) -> Callable[[], None]:
-    """A forward over `tokens` tokens of chunks, behind `rows` decode rows: 0 on the prefill lane.
-
-    The chunks' attention is bound by arithmetic and leaves SMs idle, the decode rows' by memory: they run side by side,
-    as two branches of the graph. So `attention` is for half of the SMs.
-    """
+    """A forward over `tokens` tokens of chunks, behind `rows` decode rows: 0 on the prefill lane."""
     work, decoder = opened.lanes[lane], opened.decoder
     staged, total = work.staging.on_device, rows + tokens
     slots, positions = staged["token_slots"][:total], staged["token_positions"][:total]
 
     def attend(qkv: torch.Tensor, pool: torch.Tensor, out: torch.Tensor) -> None:
-        queries = qkv[rows:, : opened.shape.query]
-        if not rows:
-            work.prefill.run(queries, pool, out)
-            return
-        home = _cuda.current_stream()
-        opened.branch.wait_stream(home)
-        with _cuda.stream(opened.branch):
-            work.prefill.run(queries, pool, out[rows:])
-        attention(qkv[:rows], pool, slots[:rows], positions[:rows], opened.page_table, out[:rows], opened.scale)
-        home.wait_stream(opened.branch)
+        if rows:
+            attention(qkv[:rows], pool, slots[:rows], positions[:rows], opened.page_table, out[:rows], opened.scale)
+        work.prefill.run(qkv[rows:, : opened.shape.query], pool, out[rows:])
 
     def run() -> None:
         work.staging.copy_in_graph(tokens=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,7 +27,7 @@ from engine_core.step import Lane, StepTimes
 _cuda: Any = torch.cuda  # torch's annotations of streams and events are incomplete
 REPEATS = 3
 CONTEXT_ROWS, CONTEXT, LANE_CONTEXT = 32, 2048, 512
-CHUNK, HISTORY = 256, 8192
+HISTORY = 8192
 
 
 def step_times(opened: Opened, decoding: dict[bool, dict[int, Replay]], total_pages: int) -> StepTimes:
@@ -41,7 +42,7 @@ def step_times(opened: Opened, decoding: dict[bool, dict[int, Replay]], total_pa
         lane=meter.lane(),
         context_ns=context_ns,
         beside_slowdown=slowdown,
-        history_ns=meter.history(),
+        history=meter.history(),
     )
 
 
@@ -54,6 +55,17 @@ class _Meter:
         self._primary: LaneWork = opened.lanes[Lane.PRIMARY]
         self._prefill: LaneWork = opened.lanes[Lane.PREFILL]
         self._heads: Heads = opened.heads
+        self._stage_prompts()
+
+    def _stage_prompts(self) -> None:
+        """Chunks of different tokens: over equal ones a card draws less power, and is up to a tenth faster."""
+        chance = np.random.default_rng(0)
+        for work in (self._primary, self._prefill):
+            with _cuda.stream(work.stream):
+                fields = work.staging.begin()
+                fields["ids"][:] = chance.integers(0, self._opened.model.vocab_size, len(fields["ids"]))
+                work.staging.send(tokens=True)
+            work.stream.synchronize()
 
     def _step(self, forward: Replay, rows: int) -> Callable[[], None]:
         """A forward and the drawing behind it."""
@@ -105,26 +117,36 @@ class _Meter:
     def lane(self) -> list[tuple[int, int]]:
         """Alone on the partition, times what whole decode steps beside it make of a large one: they share memory."""
         sizes = [tokens for _, tokens in sorted(self._prefill.ragged)]
-        alone = {tokens: self._prefill_us(tokens, beside=0) for tokens in sizes}
+        alone = {tokens: self._prefill_us(tokens, beside=False) for tokens in sizes}
         probe = bucket_of(sizes, min(4096, sizes[-1]))
         with self._reading(LANE_CONTEXT):
-            slowdown = self._prefill_us(probe, beside=2 + alone[probe] // 2000) / alone[probe]
+            slowdown = self._prefill_us(probe, beside=True) / alone[probe]
         return [(tokens, round(us * max(1.0, slowdown))) for tokens, us in alone.items()]
 
-    def _prefill_us(self, tokens: int, beside: int) -> int:
-        """A prefill on its lane, with so many decode steps enqueued beside it."""
-        step = self._step(self._decoding[True][self._rows], self._rows)
+    def _prefill_us(self, tokens: int, *, beside: bool) -> int:
+        """A prefill on its lane, alone or beside decode steps."""
         self._plan(self._prefill, 0, tokens)
         began = time.perf_counter()
         with _cuda.stream(self._prefill.stream):
             self._prefill.ragged[0, tokens]()
-        with _cuda.stream(self._primary.stream):
-            for _ in range(beside):
-                step()
+        if beside:
+            self._decode_beside()
         self._prefill.stream.synchronize()
         took = time.perf_counter() - began
         self._primary.stream.synchronize()
         return round(1e6 * took)
+
+    def _decode_beside(self) -> None:
+        """Steps until the prefill is done, two in flight: more, and the host would be held up until some have run."""
+        step, ends = self._step(self._decoding[True][self._rows], self._rows), deque[Any]()
+        with _cuda.stream(self._primary.stream):
+            while not self._prefill.stream.query():
+                if len(ends) == 2 and not ends[0].query():
+                    continue
+                step()
+                ends.append(self._primary.stream.record_event())
+                if len(ends) > 2:
+                    ends.popleft()
 
     def context(self) -> tuple[float, float]:
         """(ns for each token of KV that decode attention reads, the same beside a prefill over it)."""
@@ -161,23 +183,25 @@ class _Meter:
             fields["slots"][: len(slots)], fields["positions"][: len(slots)] = slots, position
             self._primary.staging.send(tokens=False)
 
-    def history(self) -> float:
-        """ns for each token of a chunk and each token of KV before it."""
-        opened = self._opened
-        tokens = bucket_of(opened.chunk_sizes[0], min(CHUNK, opened.most_chunk_tokens))
-        history = max(0, min(HISTORY, opened.page_table.shape[1] * PAGE - tokens))
-        work = self._primary.ragged[0, tokens]
-        self._plan(self._primary, 0, tokens)
-        short = self._us(work)
-        self._plan(self._primary, history, tokens)
-        long = self._us(work)
-        self._plan(self._primary, 0, tokens)
-        return 1e3 * max(0, long - short) / max(1, history * tokens)
+    def history(self) -> list[tuple[int, float]]:
+        """ns for each token of KV before a chunk of so many tokens: attention comes in tiles of them."""
+        room = self._opened.page_table.shape[1] * PAGE
+        out = []
+        for rows, tokens in sorted(self._primary.ragged):
+            if rows == 0:
+                history = max(0, min(HISTORY, room - tokens))
+                short, long = (self._chunk_us(start, tokens) for start in (0, history))
+                out.append((tokens, 1e3 * max(0, long - short) / max(1, history)))
+        return out
+
+    def _chunk_us(self, start: int, tokens: int) -> int:
+        self._plan(self._primary, start, tokens)
+        return self._us(self._primary.ragged[0, tokens], 1)
 
     def _plan(self, work: LaneWork, start: int, tokens: int) -> None:
         """A chunk that reads whatever lies in page 0; proven done, since its pinned memory serves the next plan too."""
         with _cuda.stream(work.stream):
-            work.prefill.plan([start], [tokens], [np.zeros(-(-(start + tokens) // PAGE), np.int32)])
+            work.prefill.plan([start], [tokens], [np.zeros(-(-(start + tokens) // PAGE), np.int32)], bucket=tokens)
         work.stream.synchronize()
 
 
@@ -190,7 +214,8 @@ class _Prefilling:
 
     def __enter__(self) -> None:
         with _cuda.stream(self._work.stream):
-            self._work.prefill.plan([0], [self._tokens], [np.zeros(-(-self._tokens // PAGE), np.int32)])
+            pages = [np.zeros(-(-self._tokens // PAGE), np.int32)]
+            self._work.prefill.plan([0], [self._tokens], pages, bucket=self._tokens)
             self._work.ragged[0, self._tokens]()
 
     def __exit__(self, *_: object) -> None:

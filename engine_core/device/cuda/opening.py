@@ -36,7 +36,7 @@ from engine_core.ops.cuda.layer import Heads as HeadShape
 from engine_core.ops.cuda.layer import rope_table
 from engine_core.ops.cuda.matmul import Choices, choices_file
 from engine_core.ops.cuda.nvrtc import CodeCache, CudaKernels
-from engine_core.ops.cuda.prefill import PagedPrefill, PrefillLimits, choose_backend
+from engine_core.ops.cuda.prefill import LaneSms, PagedPrefill, PrefillLimits
 from engine_core.ops.cuda.sampling import Sampler, SamplingTables
 from engine_core.ops.cuda.splits import PAGE
 from engine_core.step import MAX_CHUNKS, MOST_PRIMARY_TOKENS, Lane, StepTimes
@@ -47,7 +47,6 @@ Progress = Callable[[str, int, int], None]
 CAPABILITY = (9, 0)
 CODE_FOLDER = Path.home() / ".cache" / "greenlane" / "kernels"
 """Machine code, and which products take which algorithm."""
-WORKSPACE_BYTES = 128 << 20
 RESERVE_BYTES = 1 << 30
 """Left free beside what was measured: library workspaces, row work, fragmentation."""
 
@@ -144,7 +143,6 @@ def _open(
         library=library,
         choices=Choices(choices_file(CODE_FOLDER, properties.name, library.version)),
         sms=library.sms,
-        branch=_cuda.Stream(),
     )
     progress("prepare prefill attention", 0, 1)
     for lane in streams:
@@ -220,9 +218,11 @@ def _lane(opened: Opened, lane: Lane, width: int) -> LaneWork:
             opened.shape,
             PrefillLimits(chunks, opened.most_chunk_tokens, chunks * width),
             opened.scale,
-            torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device),
-            choose_backend(CAPABILITY),
-            rings,
+            LaneSms(opened.sms, opened.sms_of(lane)),
+            opened.kernels,
+            device,
+            rings=rings,
+            branch=_cuda.Stream() if lane is Lane.PRIMARY else None,
         )
         hidden = opened.model.hidden_size
         work = LaneWork(
@@ -251,7 +251,7 @@ def _kv_cache(opened: Opened, progress: Progress) -> tuple[int, torch.Tensor]:
     small = torch.zeros(model.num_layers, 1, *page_shape, dtype=torch.bfloat16, device=opened.device)
     _cuda.reset_peak_memory_stats()
     before = _cuda.memory_allocated()
-    attention = opened.mixed_attention()
+    attention = opened.attention(opened.sms)
     for lane, work in opened.lanes.items():
         rows = max(opened.chunk_sizes) if lane is Lane.PRIMARY else 0
         with _cuda.stream(work.stream):

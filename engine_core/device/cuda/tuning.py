@@ -1,7 +1,8 @@
 """Which algorithm each matrix product takes: measured once for a card, a library and a model's shapes, then kept.
 
 Owns the measuring at start, on the lane's own SMs, over the weights of several layers, so that none of them is still in
-the cache. Times come from the host's clock over many replays: a Green Context's stream takes no timing event (rule E2).
+the cache, and over random inputs: with zeros a card draws less power and is faster. Times come from the host's clock
+over many replays: a Green Context's stream takes no timing event (rule E2).
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def _seconds(group: Wanted, rows: int, problem: Problem, place: int) -> float:
     weights = group.weights
     size = weights.matrices[0].numel() * 2
     count = min(len(weights.matrices), max(1, -(-COLD_BYTES // size)))
-    x = torch.zeros(rows, weights.matrices[0].shape[1], dtype=torch.bfloat16, device=weights.matrices[0].device)
+    x = torch.randn(rows, weights.matrices[0].shape[1], dtype=torch.bfloat16, device=weights.matrices[0].device)
 
     def work() -> None:
         for index in range(count):

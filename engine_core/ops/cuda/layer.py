@@ -1,6 +1,7 @@
-"""The small kernels of a decoder: embedding, add + RMSNorm, silu * up, and QK norm + rotary embedding + KV write.
+"""The small kernels of a decoder: embedding, add + RMSNorm, silu * up, QK norm + rotary embedding + KV write, and the
+merge of attention over two spans.
 
-Owns their launches; embed.cu, norm.cu, gate.cu and rope.cu say what they do. For any number of rows.
+Owns their launches; embed.cu, norm.cu, gate.cu, rope.cu and merge.cu say what they do. For any number of rows.
 """
 
 from __future__ import annotations
@@ -149,3 +150,23 @@ class RopeAndStore:
                 self._epsilon,
             ],
         )
+
+
+class MergeSpans:
+    """out = attention over two spans of keys, from the output and the base-2 log-sum-exp that each span gave alone."""
+
+    def __init__(self, heads: Heads, kernels: Kernels) -> None:
+        self._heads = heads
+        self._launch = kernels.load(Kernel("merge.cu", "merge_spans", (("HEAD_DIM", heads.head_dim),)))
+
+    def __call__(self, other: torch.Tensor, other_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """other, out: bf16 [tokens, query heads, head_dim]; their lse: float32 [tokens, query heads]. `out` is
+        updated in place. `other_lse` may be minus infinity, `lse` may not."""
+        heads, tokens = self._heads, out.shape[0]
+        for tensor, what in ((other, "other"), (out, "out")):
+            require(tensor, torch.bfloat16, (tokens, heads.query, heads.head_dim), what)
+        for tensor, what in ((other_lse, "other_lse"), (lse, "lse")):
+            require(tensor, torch.float32, (tokens, heads.query), what)
+        rows, of_block = tokens * heads.query, THREADS // (heads.head_dim // 8)
+        tensors: list[Argument] = [address(tensor) for tensor in (other, other_lse, out, lse)]
+        self._launch((-(-rows // of_block), 1, 1), THREADS, [*tensors, ctypes.c_int32(rows)])

@@ -1,44 +1,30 @@
-"""Paged prefill attention: causal chunks with history, through FlashInfer.
+"""Paged prefill attention: causal chunks with history, by FlashInfer's FA3 kernel under our own schedule.
 
-Owns the pinned and device buffers that planning fills, so that a plan copies from pinned memory alone and its device
-buffers keep their addresses (a captured run can be replayed after the next plan). Pinned memory is a ring: a plan in
-ring slot r may be made once the copies of the last plan in r are proven done. The runs that read a plan must be
-enqueued before the next plan, on the same stream. Nothing here waits for the GPU.
+Owns the pinned and device buffers that planning fills: a plan is one copy from pinned memory, into device buffers whose
+addresses never change (a captured run can be replayed after the next plan). Pinned memory is a ring: a plan in ring
+slot r may be made once the copies of the last plan in r are proven done. The runs that read a plan must be enqueued
+before the next plan, on the same stream. Nothing here waits for the GPU.
 
-The first plan goes through FlashInfer's wrapper, which sets everything up; later ones call the wrapper's module
-directly, as its `plan` does (flashinfer-python is pinned): the wrapper walks its tensors element by element, which
-costs the host more than a millisecond.
+A small chunk behind a long history has too few tiles for all SMs. So on a lane with a branch its keys are cut in two
+spans, the earlier history and the rest, which two launches attend to side by side; a third merges what they found.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
-import flashinfer
 import numpy as np
-import numpy.typing as npt
 import torch
+from flashinfer.prefill import get_batch_prefill_module
 
-from engine_core.ops.cuda.kernel import require
-from engine_core.ops.cuda.layer import Heads
+from engine_core.ops.cuda.kernel import Kernels, require
+from engine_core.ops.cuda.layer import Heads, MergeSpans
+from engine_core.ops.cuda.tiles import FIELDS, Ints, Span, TileSchedule, tile_tokens
 
-Ints = npt.NDArray[np.int32]
-
-
-class Backend(Enum):
-    """FlashInfer's prefill kernels."""
-
-    FA3 = "fa3"
-    """FlashAttention 3: Hopper's own instructions."""
-    FA2 = "fa2"
-
-
-def choose_backend(capability: tuple[int, int]) -> Backend:
-    """The backend for a compute capability; to be said once at start."""
-    return Backend.FA3 if capability[0] == 9 else Backend.FA2
+_cuda: Any = torch.cuda  # torch's annotations of streams are incomplete
+_NHD = 0  # FlashInfer's code of the KV layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +38,11 @@ class PrefillLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pinned:
-    """What one plan copies from, on the host. `ends` holds the rows' ends of queries, of pages, and last page fills."""
+class LaneSms:
+    """Thread blocks of a launch: one for each SM of the card, of which as many run at once as the lane has SMs."""
 
-    ends: torch.Tensor
-    lengths: torch.Tensor
-    pages: torch.Tensor
-    workspace: torch.Tensor
-    """uint8: FlashInfer's scheduling data."""
+    card: int
+    lane: int
 
 
 class PagedPrefill:
@@ -70,128 +53,103 @@ class PagedPrefill:
         heads: Heads,
         limits: PrefillLimits,
         scale: float,
-        workspace: torch.Tensor,
-        backend: Backend,
+        sms: LaneSms,
+        kernels: Kernels,
+        device: torch.device,
+        *,
         rings: int = 1,
+        branch: Any = None,
     ) -> None:
-        """`workspace`: uint8 on the device (128 MiB or more), free to be shared by whatever runs on the same lane."""
+        """`branch`: a stream for the launch beside the lane's own; without one no chunk is cut. Compiles FlashInfer's
+        kernel unless it is in its cache."""
         self._heads = heads
         self._limits = limits
-        rows, device = limits.rows, workspace.device
-        self._ends = torch.zeros(3 * rows + 2, dtype=torch.int32, device=device)
-        self._pages = torch.zeros(limits.pages, dtype=torch.int32, device=device)
-        queries, pages, last = _columns(self._ends, rows)
-        self._wrapper: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            workspace,
-            "NHD",
-            use_cuda_graph=True,
-            qo_indptr_buf=queries,
-            paged_kv_indptr_buf=pages,
-            paged_kv_indices_buf=self._pages,
-            paged_kv_last_page_len_buf=last,
-            backend=backend.value,
-        )
-        scheduling = self._wrapper._pin_memory_int_workspace_buffer
-        self._pinned = [
-            _Pinned(
-                torch.zeros(3 * rows + 2, dtype=torch.int32, pin_memory=True),
-                torch.zeros(rows, dtype=torch.int32, pin_memory=True),
-                torch.zeros(limits.pages, dtype=torch.int32, pin_memory=True),
-                scheduling if ring == 0 else torch.empty_like(scheduling, pin_memory=True),
-            )
-            for ring in range(rings)
+        self._scale = scale
+        self._branch = branch
+        self._most_cut = 0 if branch is None else sms.lane // 2 // heads.query * tile_tokens(heads)
+        """Tokens whose tiles leave half of the SMs idle."""
+        self._schedules = [
+            TileSchedule(heads, limits.rows, tokens, grid=sms.card, sms=sms.lane)
+            for tokens in (limits.tokens, self._most_cut)
         ]
-        self._extra = (-1, False, 0) if backend is Backend.FA2 else ()
-        """No fixed split, splitting allowed, no blocks set aside."""
-        self._set_up(scale)
-
-    def _set_up(self, scale: float) -> None:
-        """The largest plan, through the wrapper: it fixes the kernel and the most rows that later plans may have."""
-        heads, limits, pinned = self._heads, self._limits, self._pinned[0]
-        none = np.empty(0, np.int32)
-        rows = limits.rows - 1
-        lengths, pages = [limits.tokens] + [0] * rows, [np.zeros(limits.pages, np.int32)] + [none] * rows
-        count = self._fill(pinned, [0] * limits.rows, lengths, pages)
-        query_ends, page_ends, last = _columns(pinned.ends, limits.rows)
-        self._wrapper.plan(
-            query_ends,
-            page_ends,
-            self._pages[:count],
-            last,
-            heads.query,
-            heads.kv,
-            heads.head_dim,
-            heads.page_size,
-            causal=True,
-            sm_scale=scale,
-            q_data_type=torch.bfloat16,
-            kv_data_type=torch.bfloat16,
-            seq_lens=pinned.lengths,
+        whole, earlier = self._schedules
+        words = whole.words + earlier.words + limits.pages
+        self._on_device = torch.zeros(words, dtype=torch.int32, device=device)
+        self._pages = self._on_device[whole.words + earlier.words :]
+        self._pinned = [torch.zeros(words, dtype=torch.int32, pin_memory=True) for _ in range(rings)]
+        shape = (self._most_cut, heads.query)
+        self._earlier_out = torch.zeros(*shape, heads.head_dim, dtype=torch.bfloat16, device=device)
+        self._lse, self._earlier_lse = torch.zeros(2, *shape, dtype=torch.float32, device=device)
+        self._merge = MergeSpans(heads, kernels)
+        dtypes = (torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.int32)
+        no_position_encoding, plain = 0, (False, False, False)  # no sliding window, soft cap or float16 reduction
+        self._module: Any = get_batch_prefill_module(
+            "fa3", *dtypes, heads.head_dim, heads.head_dim, no_position_encoding, *plain
         )
 
-    def plan(self, starts: Sequence[int], lengths: Sequence[int], pages: Sequence[Ints], ring: int = 0) -> None:
+    def plan(
+        self, starts: Sequence[int], lengths: Sequence[int], pages: Sequence[Ints], ring: int = 0, *, bucket: int
+    ) -> None:
         """Plan chunks: row r's `lengths[r]` query tokens at positions starts[r] .., its pages in order of position.
 
-        Enqueues copies from ring slot `ring` on torch's current stream. Raises ValueError beyond limits.
+        `bucket`: tokens of the run that will read it. Enqueues a copy from ring slot `ring` on torch's current stream.
+        Raises ValueError beyond limits.
         """
-        heads, limits, pinned, wrapper = self._heads, self._limits, self._pinned[ring], self._wrapper
-        if len(lengths) > limits.rows or sum(lengths) > limits.tokens:
-            raise ValueError(f"{len(lengths)} rows of {sum(lengths)} tokens; the limits are {limits}")
-        count = self._fill(pinned, starts, lengths, pages)
-        self._ends.copy_(pinned.ends, non_blocking=True)
-        self._pages[:count].copy_(pinned.pages[:count], non_blocking=True)
-        wrapper._qo_indptr_last = sum(lengths)
-        wrapper._plan_info = wrapper._cached_module.plan(
-            wrapper._float_workspace_buffer,
-            wrapper._int_workspace_buffer,
-            pinned.workspace,
-            *_columns(pinned.ends, limits.rows)[:2],
-            pinned.lengths,
-            limits.tokens,
-            limits.rows,
-            heads.query,
-            heads.kv,
-            heads.page_size,
-            True,  # a captured run must stay valid
-            heads.head_dim,
-            heads.head_dim,
-            True,  # causal
-            -1,  # no sliding window
-            *self._extra,
-        )
+        limits, size = self._limits, self._heads.page_size
+        tokens = np.array(lengths, np.int64)
+        if len(tokens) > limits.rows or tokens.sum() > min(limits.tokens, bucket):
+            raise ValueError(f"{len(tokens)} rows of {tokens.sum()} tokens; the limits are {limits} and {bucket}")
+        history = np.array(starts, np.int64)[: len(tokens)]
+        counts = -(-(history + tokens) // size)
+        total = int(counts.sum())
+        if total > limits.pages:
+            raise ValueError(f"{total} pages; the limits are {limits}")
+        words = self._pinned[ring].numpy()
+        firsts = np.cumsum(counts) - counts
+        cut = np.minimum(history, (history + tokens // 2) // 2) // size if bucket <= self._most_cut else 0 * history
+        whole, earlier = self._schedules
+        whole.fill(words[: whole.words], tokens, Span(firsts + cut, history + tokens - size * cut, causal=True))
+        if bucket <= self._most_cut:
+            earlier.fill(words[whole.words :], tokens, Span(firsts, size * cut, causal=False))
+        used = whole.words + earlier.words + total
+        if total:
+            lists = [page_list[:count] for page_list, count in zip(pages, counts.tolist(), strict=True)]
+            np.concatenate(lists, out=words[used - total : used])
+        self._on_device[:used].copy_(self._pinned[ring][:used], non_blocking=True)
 
     def run(self, q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor) -> None:
         """Attention of the planned chunks, rows' tokens one after another.
 
-        q, out: bf16 [tokens, query heads, head_dim] with the planned number of tokens (while capturing, plan the bucket
-        in full); kv: bf16 [pages, 2, page_size, kv heads, head_dim], the chunks' own tokens included.
+        q, out: bf16 [bucket, query heads, head_dim], the planned bucket; kv: bf16 [pages, 2, page_size, kv heads,
+        head_dim], the chunks' own tokens included.
         """
-        heads = self._heads
-        require(out, torch.bfloat16, (q.shape[0], heads.query, heads.head_dim), "out")
+        heads, tokens = self._heads, q.shape[0]
+        require(out, torch.bfloat16, (tokens, heads.query, heads.head_dim), "out")
         require(kv, torch.bfloat16, (None, 2, heads.page_size, heads.kv, heads.head_dim), "kv")
-        self._wrapper.run(q, kv, out=out)
+        if tokens > self._most_cut:
+            self._launch(0, q, kv, out, None)
+            return
+        other, other_lse, lse = self._earlier_out[:tokens], self._earlier_lse[:tokens], self._lse[:tokens]
+        home = _cuda.current_stream()
+        self._branch.wait_stream(home)
+        with _cuda.stream(self._branch):
+            self._launch(1, q, kv, other, other_lse)
+        self._launch(0, q, kv, out, lse)
+        home.wait_stream(self._branch)
+        self._merge(other, other_lse, out, lse)
 
-    def _fill(self, pinned: _Pinned, starts: Sequence[int], lengths: Sequence[int], pages: Sequence[Ints]) -> int:
-        """Write the pinned arrays, padded to the limit of rows; returns the number of pages."""
-        size, rows, given = self._heads.page_size, self._limits.rows, len(lengths)
-        tokens, contexts = np.zeros((2, rows), np.int32)
-        tokens[:given] = lengths
-        contexts[:given] = np.where(tokens[:given] > 0, tokens[:given] + np.asarray(starts, np.int32)[:given], 0)
-        counts = -(-contexts // size)
-        total = int(counts.sum())
-        if total > self._limits.pages:
-            raise ValueError(f"{total} pages; the limits are {self._limits}")
-        ends = pinned.ends.numpy()
-        np.cumsum(tokens, out=ends[1 : rows + 1])
-        np.cumsum(counts, out=ends[rows + 2 : 2 * rows + 2])
-        ends[2 * rows + 2 :] = contexts - size * np.maximum(counts - 1, 0)
-        pinned.lengths.numpy()[:] = contexts
-        if given:
-            lists = [page_list[:count] for page_list, count in zip(pages[:given], counts[:given].tolist(), strict=True)]
-            np.concatenate(lists, out=pinned.pages.numpy()[:total])
-        return total
-
-
-def _columns(ends: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Views of the rows' ends of queries and of pages, each behind a 0, and of the fills of their last pages."""
-    return ends[: rows + 1], ends[rows + 1 : 2 * rows + 2], ends[2 * rows + 2 :]
+    def _launch(
+        self, span: int, q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
+    ) -> None:
+        """One of the schedules: 0, causal, or 1, the earlier span."""
+        words = self._on_device
+        first = self._schedules[0].words if span else 0
+        places = [4 * (first + self._schedules[span].places[name]) for name in FIELDS]
+        one_schedule_for_all_heads, causal = 0, int(span == 0)
+        self._module.paged_run(
+            *(words, words, [*places, one_schedule_for_all_heads], q, kv[:, 0], kv[:, 1]),
+            *(words, words, self._pages, words),  # ends of queries and pages, page list, last pages: it reads the third
+            *(out, lse, causal, _NHD, -1, False),  # no window, no launch overlap
+            *(None, None, None, None, None, None),  # masks of other kinds
+            *(0.0, self._scale, None, None, None, 1.0, 1.0, 0, 0),  # no soft cap, no scales, no rotary embedding
+        )
