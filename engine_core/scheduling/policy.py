@@ -31,8 +31,10 @@ LANE_TOKENS = 2048
 first token, and batches of more tokens don't get through more of them in the same time."""
 TTFT_TARGET_MS = 400.0
 """Without `--ttft-target-ms` and `--itl-target-ms`: how long prompts may take, all that wait together."""
-MARGIN = 0.95
+MARGIN = 0.99
 """Of the target, for what the model doesn't know."""
+DELIVERY_US = 12.0
+"""A step's tokens go out one row after another: for each row clients may see so much more than the step."""
 
 
 JOIN_STEPS = 2
@@ -100,10 +102,10 @@ class AutoPolicy:
     def choose(self, load: Load) -> Choice:
         if not load.rows:
             return Choice(min(MOST_PRIMARY_TOKENS, self._token_budget), Way.ALONE)
-        target = MARGIN * self.target(load)
+        target = MARGIN * self.target(load) - DELIVERY_US * load.rows
         chunk, ways = self._best_chunk(load, target), []
         if chunk is not None:
-            ways.append((self._mixed_us(load, chunk), Choice(chunk, Way.MIXED)))
+            ways.append((self._kept_us(load, chunk, target), Choice(chunk, Way.MIXED)))
         if self.model.beside(load) <= target:
             ways.append((self._lane_us(load), Choice(self._lane_tokens(load), Way.LANE)))
         us, choice = min(ways or [self._gentlest(load)], key=lambda way: way[0])
@@ -131,6 +133,15 @@ class AutoPolicy:
                 break
         return best
 
+    def _kept_us(self, load: Load, chunk: int, target: float) -> float:
+        """Until the prompts are computed in the chunks that keep the target: they shrink as the history grows."""
+        us = 0.0
+        for share in (0.25, 0.75):
+            there = replace(load, history=load.history + round(share * load.first))
+            tokens = self._best_chunk(there, target) or self.model.sizes(load.rows)[0]
+            us += load.remaining / 2 / tokens * self.model.mixed(there, tokens)
+        return max(us, self.model.mixed(load, chunk))
+
     def _gentlest(self, load: Load) -> tuple[float, Choice]:
         """The way with the shortest decode step."""
         smallest = self.model.sizes(load.rows)[0]
@@ -149,10 +160,9 @@ class AutoPolicy:
         return choice
 
     def _mixed_us(self, load: Load, tokens: int) -> float:
-        """Until the prompts are computed, in chunks of that size and one of what they leave."""
-        midway = replace(load, history=load.history + load.first // 2)
-        steps, rest = divmod(load.remaining, tokens)
-        return steps * self.model.mixed(midway, tokens) + (self.model.mixed(midway, rest) if rest else 0.0)
+        """Until the prompts are computed, in chunks of that size."""
+        steps = -(-load.remaining // tokens)
+        return steps * self.model.mixed(replace(load, history=load.history + load.first // 2), tokens)
 
     def _lane_us(self, load: Load) -> float:
         """Until the prompts are computed on the prefill lane and the last has joined the decode rows."""

@@ -36,6 +36,8 @@ MIXED_TOTALS = (
 )
 """Tokens of such a forward, decode rows included. Matrix products come in tiles of 64 or 128 rows: 272 rows take an
 eighth longer than 256 on an H200, and 576 nearly as long as 640."""
+TILE_CHUNK = 256
+"""Two tiles of prefill attention, each of which takes its time however full it is."""
 LEAST_CHUNK = 32
 CHUNK_SIZES = (
     *(32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1280, 1536, 2048),
@@ -45,8 +47,8 @@ CHUNK_SIZES = (
 
 def mixed_chunk_sizes(rows: int, most: int) -> list[int]:
     """Tokens of the chunks that share a forward with so many decode rows: up to `most`, ascending."""
-    sizes = (total - rows for total in MIXED_TOTALS)
-    return [size for size in sizes if LEAST_CHUNK <= size < most] + [most]
+    sizes = {TILE_CHUNK, *(total - rows for total in MIXED_TOTALS)}
+    return [size for size in sorted(sizes) if LEAST_CHUNK <= size < most] + [most]
 
 
 def bucket_of(available: list[int], count: int) -> int:
