@@ -21,8 +21,11 @@ from typing import Protocol
 from engine_core.scheduling.step_model import Load, Observed, StepModel
 from engine_core.step import MOST_PRIMARY_TOKENS, StepTimes
 
-TARGET_FACTOR = 2.0
-"""Without `--itl-target-ms`: a decode step may take so many times as long as it would alone."""
+TARGET_FACTOR, TYPICAL_CONTEXT = 2.0, 512
+"""Without `--itl-target-ms`: a decode step may take so many times as long as it would alone with rows of so many tokens
+…"""
+LEAST_FACTOR = 1.6
+"""… or, where contexts are long, so many times as long as it would alone with its own."""
 LEAST_ROWS = 16
 """Fewer decode rows are held to the pace of so many: a step of theirs takes little less, and prompts three times as
 long if it may not take much more."""
@@ -31,7 +34,7 @@ LANE_TOKENS = 2048
 first token, and batches of more tokens don't get through more of them in the same time."""
 TTFT_TARGET_MS = 400.0
 """Without `--ttft-target-ms` and `--itl-target-ms`: how long prompts may take, all that wait together."""
-MARGIN = 0.99
+MARGIN = 0.96
 """Of the target, for what the model doesn't know."""
 DELIVERY_US = 12.0
 """A step's tokens go out one row after another: for each row clients may see so much more than the step."""
@@ -115,7 +118,9 @@ class AutoPolicy:
         """What a decode step may take."""
         if self._target_us is not None:
             return self._target_us
-        return TARGET_FACTOR * self.model.decode(replace(load, rows=max(load.rows, LEAST_ROWS)))
+        rows = max(load.rows, LEAST_ROWS)
+        typical = self.model.decode(replace(load, rows=rows, context=TYPICAL_CONTEXT * rows))
+        return max(TARGET_FACTOR * typical, LEAST_FACTOR * self.model.decode(load))
 
     def observe(self, observed: Observed) -> None:
         self.model.observe(observed)

@@ -63,6 +63,8 @@ class StepFlight:
     """Prefill batches whose results travel with this step."""
     completion: Completion | None = None
     """None while nothing was launched: an empty plan that waits for the prefill in flight."""
+    superseded: list[Completion] = field(default_factory=list)
+    """Completions from before a batch joined it, which prove the step but not the batch's tokens."""
     span: Span | None = None
     error: str | None = None
     refused: list[Refused] = field(default_factory=list)
@@ -123,7 +125,7 @@ class Runner:
         self._lanes.launching(Lane.PRIMARY)
         self._start_rows(plan)
         self._compute.append_pages(*appended)
-        self._join_if_complete(flight)
+        self._join_if_complete(self._carrier(flight))
         prefill = self._open_prefill(plan, drawing.late_chunks) if plan.prefill_lane and plan.chunks else None
         if plan.decode_slots or plan.chunks or flight.joined or self._prefill is None:
             self._launch_primary(flight)
@@ -231,10 +233,20 @@ class Runner:
         except WorkFailed as failure:
             flight.error = str(failure)
 
+    def _carrier(self, flight: StepFlight) -> StepFlight:
+        """Whose result a batch that joins now travels with: the step's before this one, as long as that is in flight.
+
+        The batch draws behind it and ahead of this step, so its first tokens needn't wait for this one.
+        """
+        before = self._steps[-2] if len(self._steps) > 1 else None
+        if before is None or before.completion is None or self._prefill is None or before.step <= self._prefill.step:
+            return flight
+        return before
+
     def _join_if_complete(self, flight: StepFlight) -> bool:
         """Take a prefill that is proven complete (or failed) into this step's result (rule O8).
 
-        Its last chunks sample now, on the primary lane.
+        Its last chunks sample now, on the primary lane. A step that was launched before is complete behind them.
         """
         prefill = self._prefill
         if prefill is None or (prefill.completion is not None and not self._lanes.done(prefill.completion)):
@@ -254,6 +266,10 @@ class Runner:
                     prefill.drawing = self._step_log.begin(Lane.PRIMARY)
                     self._compute.sample(prefill.batch, prefill.ring)
                     self._step_log.finish(prefill.drawing)
+                    if flight.completion is not None:
+                        behind = self._lanes.complete(Lane.PRIMARY, flight.step)
+                        flight.superseded.append(flight.completion)
+                        flight.completion = behind
             except WorkFailed as failure:
                 prefill.error = str(failure)
             self._lanes.discard(prefill.completion)
@@ -302,8 +318,9 @@ class Runner:
         for prefill in flight.joined:
             self._step_log.joined(flight.step, prefill.batch, prefill.drawing)
         prefills = [self._prefill_result(prefill) for prefill in flight.joined]
-        if flight.completion is not None:
-            self._lanes.discard(flight.completion)
+        for completion in (*flight.superseded, flight.completion):
+            if completion is not None:
+                self._lanes.discard(completion)
         self._drops.release(Lane.PRIMARY, self._lanes.proven(Lane.PRIMARY))
         flight.owned.to(Ownership.REPLIED)
         decode = flight.batch.decode_rows

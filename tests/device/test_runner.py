@@ -109,6 +109,38 @@ def test_e7_an_empty_plan_is_answered_when_the_prefill_completes() -> None:
     assert len(ints(result.prefills[0].tokens)) == 1
 
 
+def test_o8_a_batch_that_joins_travels_with_the_step_before() -> None:
+    """O8: red when first tokens wait for a decode step that is launched behind their draw, or when the earlier step's
+    result leaves before they are drawn."""
+    alone = prefill_then_decode(RunnerRig(), IDS, 0)
+    rig = RunnerRig(Script(eager=False))
+    primary, prefill = rig.streams[Lane.PRIMARY], rig.streams[Lane.PREFILL]
+    rig.runner.launch(plan(1, starts=[row(0, [1, 2], [0])], chunks=[PrefillChunk(0, 0, 2, True)]))
+    rig.table.run_all()
+    rig.runner.collect()
+    rig.runner.launch(
+        plan(2, starts=[row(1, IDS, [1, 2, 3])], decode=[0], chunks=[PrefillChunk(1, 0, 6, True)], lane=True)
+    )
+    rig.table.run(primary, 99)
+    rig.runner.collect()
+    rig.runner.launch(plan(3, decode=[0], pages={0: 20}))
+    rig.table.run(prefill, 99)
+    rig.runner.launch(plan(4, decode=[0]))
+    first = rig.runner.awaited()
+    results = []
+    while not results:
+        rig.table.run(primary, 1)
+        results = rig.runner.collect()
+    assert [(result.step, [p.step for p in result.prefills]) for result in results] == [(3, [2])]
+    assert ints(results[0].prefills[0].tokens) == alone
+    assert results[0].prefill_complete == 2
+    assert first is not None
+    assert not rig.runner.collect(), "step 4 was launched behind the draw, and isn't complete"
+    rig.table.run_all()
+    (last,) = rig.runner.collect()
+    assert (last.step, last.prefills) == (4, [])
+
+
 def test_o1_the_prefill_lane_waits_for_the_primary_lane_s_pages() -> None:
     """O1: red (RaceDetected) when `_launch_prefill` drops `order_after`.
 
