@@ -48,6 +48,8 @@ CHANNEL_OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),  # a new channel must not inherit the old one's connect backoff
 ]
 
+TURNS_A_MESSAGE = 6
+"""Turns of readers (`session.READERS` each) before the next message is asked for."""
 logger = logging.getLogger(__name__)
 
 
@@ -266,13 +268,35 @@ class EngineClient:
         try:
             await self._serve(session)
             while not writer.done():
-                message = await self._read(call)
+                message = await self._next(call, session)
                 if message.HasField("state"):
                     await self._note_state(message.state)
                 session.receive(message)
             writer.result()
         finally:
             await _end([writer])
+
+    async def _next(self, call: Any, session: Session) -> pb.SessionResponse:
+        """The next message, asked for once some readers have their news: those who wait take theirs of it as well.
+
+        Between turns the loop sees to everything else.
+        """
+        turns = 1
+        while (waiting := session.hand_on()) and turns < TURNS_A_MESSAGE:
+            await asyncio.sleep(0)
+            turns += 1
+        session.acknowledge()
+        if not waiting:
+            return await self._read(call)
+        reading = asyncio.create_task(self._read(call))
+        try:
+            while waiting and not reading.done():
+                await asyncio.sleep(0)
+                waiting = session.hand_on()
+            return await reading
+        except BaseException:
+            await _end([reading])
+            raise
 
     async def _note_state(self, state: int) -> None:
         """The engine core says what has become of it: health first, then what comes of that."""
@@ -368,7 +392,7 @@ async def _write(call: Any, message: pb.SessionRequest) -> None:
         await asyncio.Event().wait()
 
 
-async def _end(tasks: list[asyncio.Task[None]]) -> None:
+async def _end(tasks: list[asyncio.Task[Any]]) -> None:
     """Cancel what still runs and take every result, so that no task's exception goes unseen."""
     for task in tasks:
         task.cancel()

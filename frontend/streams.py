@@ -42,11 +42,10 @@ class Sequence:
         """The StepOutput that brought the oldest unread news; 0: everything is read."""
 
     def announce(self, output: int) -> None:
-        """Put the sequence before the reader, and wake it; `output` is the StepOutput that brings news."""
+        """Put the sequence before the reader, whom others wake; `output` is the StepOutput that brings news."""
         if not self.unread_since:
             self.unread_since = output
             self.stream.ready.append(self)
-        self.stream.wake()
 
     def take(self) -> tuple[list[int], list[RawLogprob], Finished | None]:
         """Everything unread."""

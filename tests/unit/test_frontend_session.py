@@ -37,6 +37,9 @@ def everything(of: Session) -> list[pb.SessionRequest]:
 
 def respond(to: Session, output: pb.StepOutput) -> None:
     to.receive(pb.SessionResponse(output=output))
+    while to.hand_on():
+        pass
+    to.acknowledge()
 
 
 def test_messages_stay_within_their_limit() -> None:
