@@ -84,6 +84,7 @@ def main() -> int:
     pinned = pin()
     with tempfile.TemporaryDirectory() as folder, served(TINY, Path(folder) / "serve.log", FLAGS) as server:
         direct = uvloop.run(rounds(server, generate_round, options.rounds, options.tokens))
+        give_way()
         http = uvloop.run(rounds(server, http_round, options.rounds, options.tokens))
     with tempfile.TemporaryDirectory() as folder:
         ages = measure_ages(Path(folder), options.rounds, options.tokens)
@@ -96,6 +97,15 @@ def pin() -> int:
     cores = sorted(os.sched_getaffinity(0))[:CORES]
     os.sched_setaffinity(0, cores)
     return len(cores)
+
+
+def give_way() -> None:
+    """Have this process, from now on the client, wait for its share of a core instead of taking it at every event.
+
+    Woken by each write, it cut the frontend short 6,475 times in a second of 7,603 slices, as no client on a machine of
+    its own does. Its work stays on the same two cores; the processes it starts are scheduled as any.
+    """
+    os.sched_setscheduler(0, os.SCHED_BATCH | os.SCHED_RESET_ON_FORK, os.sched_param(0))
 
 
 Round = Callable[[Serving, EngineClient, int], Awaitable[Sample]]

@@ -34,6 +34,7 @@ async def test_an_event_is_as_old_as_its_oldest_token(tmp_path: Path, monkeypatc
     stamps.add(b"r", packed(7, 8, 7), 4.0)
     stamps.add(b"w", packed(7, 3, 8, 2), 5.0)
     stamps.add(b"w", packed(8, 2), 6.0)  # its end, without a token
+    stamps.flush()
     seven, eight = Answer(b""), Answer(b"")
     seven.label, eight.label = "cmpl-seven", "cmpl-eight"
     seven.reads.extend((1, 2.75, 3, 5.5))

@@ -8,6 +8,7 @@ a file of the process; a pace lets the worker's steps end no sooner than it says
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import functools
 import itertools
@@ -25,6 +26,7 @@ FOLDER = "GREENLANE_BENCH_STAMPS"
 """The folder for stamps; without it there are none."""
 PACE = "GREENLANE_BENCH_PACE"
 """A file that holds the shortest time of a step, SECONDS; without it there is none."""
+BUFFER_BYTES = 1 << 20
 SECONDS = struct.Struct("<d")
 HEAD = struct.Struct("<cdI")
 """Kind, seconds of the monotonic clock (one for all processes), bytes that follow.
@@ -47,15 +49,23 @@ def entered(**variables: Path) -> Iterator[None]:
 
 
 class StampFile:
-    """This process's records, written through at once."""
+    """This process's records, written when there are many, and at its end: a write each would slow what is measured."""
 
     def __init__(self) -> None:
         path = os.path.join(os.environ[FOLDER], f"{os.getpid()}.stamps")
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._records = bytearray()
+        atexit.register(self.flush)
 
     def add(self, kind: bytes, data: bytes, now: float) -> None:
         if data:
-            os.write(self._file, HEAD.pack(kind, now, len(data)) + data)
+            self._records += HEAD.pack(kind, now, len(data)) + data
+            if len(self._records) > BUFFER_BYTES:
+                self.flush()
+
+    def flush(self) -> None:
+        records, self._records = self._records, bytearray()  # other threads go on adding
+        os.write(self._file, records)
 
 
 def around(owner: Any, name: str, after: Callable[..., None], before: Callable[..., None] | None = None) -> None:
@@ -104,11 +114,15 @@ def in_frontend(stamps: StampFile) -> None:
     def added(stream: Any, _: Any, add: Any) -> None:
         stamps.add(b"l", struct.pack("<Q", stream.number) + add.label.encode(), time.monotonic())
 
-    def read(_: Any, text: Any, sequence: Any) -> None:
-        # uvloop hands a turn's writes to the kernel when the turn is over: the first callback of the next knows when.
+    plain_read = SequenceText.read
+
+    def read(text: SequenceText, sequence: Any) -> Any:
+        deltas = plain_read(text, sequence)
+        # Whatever a turn writes is with the kernel when it is over: the first callback of the next knows when.
         if not events:
             asyncio.get_running_loop().call_soon(written)
         events.extend((sequence.number, text.token_count))
+        return deltas
 
     def written() -> None:
         stamps.add(b"w", events.tobytes(), time.monotonic())
@@ -116,7 +130,7 @@ def in_frontend(stamps: StampFile) -> None:
 
     around(Session, "receive", lambda *_: None, received)
     around(Session, "add", added)
-    around(SequenceText, "read", read)
+    setattr(SequenceText, "read", read)  # noqa: B010  # once an event: `around` would cost too much
 
 
 def in_worker() -> None:
