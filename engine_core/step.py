@@ -98,6 +98,8 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     """MAX_CHUNKS at most."""
     prefill_lane: bool = False
     """The chunks run on the prefill lane, beside decode; their results come with a later `StepResult`."""
+    partition: int = 0
+    """Which of the worker's partitions is in force while they do, where it has several."""
 
 
 class LogprobBlock(msgspec.Struct, array_like=True, frozen=True):
@@ -178,21 +180,27 @@ class GrammarPrepared(msgspec.Struct, array_like=True, frozen=True):
     """Why there is none, for the client."""
 
 
+class PartitionTimes(msgspec.Struct, array_like=True, frozen=True):
+    """What forwards take while a partition is in force, µs."""
+
+    decode: list[tuple[int, int]]
+    """(rows, µs) on the decode partition, beside a prefill, ascending."""
+    prefill: list[tuple[int, int]]
+    """(tokens, µs) of a prefill on its own, beside decode, ascending."""
+    slowdown: float
+    """Of decode attention, over the whole GPU."""
+
+
 class StepTimes(msgspec.Struct, array_like=True, frozen=True):
     """What forwards take on this worker's device, µs, measured at start with rows that have no context."""
 
     decode: list[tuple[int, int]]
     """(rows, µs) on the whole GPU, ascending."""
-    beside: list[tuple[int, int]]
-    """The same on the decode partition, beside a prefill."""
     mixed: list[tuple[int, int, int]]
     """(decode rows, tokens of a chunk, µs) on the whole GPU, ascending; the largest rows cover all that can run."""
-    lane: list[tuple[int, int]]
-    """(tokens, µs) of a prefill on its partition, beside decode, ascending."""
+    partitions: list[PartitionTimes]
     context_ns: float
     """Of decode attention on the whole GPU, for each token of KV that it reads."""
-    beside_slowdown: float
-    """That on the decode partition beside a prefill, over the whole GPU."""
     history: list[tuple[int, float]]
     """(tokens of a chunk, ns that its attention takes on the whole GPU for each token of KV before it), ascending."""
 

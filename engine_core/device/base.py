@@ -6,6 +6,7 @@ is not here: it goes through the driver table (`driver.py`), lane by lane.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -63,8 +64,9 @@ class Batch:
     masks: list[RowMask] = field(default_factory=list)
     """Of the rows that follow a grammar; there before the forward, but for a batch of the prefill lane, which has them
     when it joins."""
-    beside_prefill: bool = False
-    """A prefill is in flight on its own lane: decode keeps to its partition (rule L2)."""
+    partition: int | None = None
+    """In force: a batch of the prefill lane runs on its share of it, and decode keeps to the other (rule L2). None: no
+    prefill is in flight, and a step has the whole GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,7 @@ class Device:
 
     driver: Driver
     streams: dict[Lane, LaneStream]
+    """Where each lane's work goes. Shared: `Lanes` steers the prefill lane from one partition to another."""
     compute: Compute
     vocab_size: int
     total_pages: int
@@ -146,6 +149,8 @@ class Device:
     name: str
     """For people."""
     lanes: LaneSizes
+    partitions: Sequence[LaneStream] = ()
+    """The prefill lane's stream with each partition in force; none where it has but one."""
     timed: bool = False
     """Its events can tell time."""
     times: StepTimes | None = None

@@ -7,7 +7,7 @@ reused, skipped or written too early changes the tokens or raises RaceDetected. 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from engine_core.device.green import SM_ALIGNMENT, GreenPartition
 from engine_core.device.streams import open_streams
 from engine_core.model_config import load_model_config
 from engine_core.ops.masks import allowed_ids
-from engine_core.step import Lane, LogprobBlock, PromptLogprobBlock, RowStart, StepTimes
+from engine_core.step import Lane, LogprobBlock, PartitionTimes, PromptLogprobBlock, RowStart, StepTimes
 
 
 def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -61,11 +61,14 @@ class FakeCompute:
         vocab_size: int,
         rings: int,
         whole_context: bool = True,
+        partitions: Sequence[Any] = (),
     ) -> None:
-        """`whole_context`: announce every page that attention would read, at a cost that grows with the context; else
-        only those whose contents the tokens come from."""
+        """`partitions`: the prefill lane's stream for each, where there are several. `whole_context`: announce every
+        page that attention would read, at a cost that grows with the context; else only those whose contents the
+        tokens come from."""
         self._table = table
         self._streams = streams
+        self._partitions = partitions
         self._whole_context = whole_context
         self._page_size = page_size
         self._vocab = vocab_size
@@ -89,9 +92,14 @@ class FakeCompute:
     def append_pages(self, slots: Int32, columns: Int32, pages: Int32) -> None:
         """Nothing to do: each forward copies its rows' tables."""
 
+    def _stream(self, batch: Batch) -> Any:
+        if batch.lane is Lane.PREFILL and self._partitions:
+            return self._partitions[batch.partition or 0]
+        return self._streams[batch.lane]
+
     def forward(self, batch: Batch, ring: int) -> None:
         """Reads the pages of the rows' contexts, writes those of the new positions."""
-        stream, page = self._streams[batch.lane], self._page_size
+        stream, page = self._stream(batch), self._page_size
         first, last = batch.starts // page, (batch.starts + batch.lengths - 1) // page
         origin = np.zeros_like(first) if self._whole_context else np.maximum(batch.starts - 1, 0) // page
         columns = origin[:, None] + np.arange(int((last - origin).max()) + 1)
@@ -200,7 +208,7 @@ def open_on(table: FakeTable, config: WorkerConfig, watch: Watch, progress: Call
     model = load_model_config(Path(config.model))
     pages, max_model_len = page_budget(config, model, item_bytes=4)
     driver = Driver(table, watch)
-    streams, partition = open_streams(driver, config.decode_overlap, config.decode_sms, ExitStack())
+    streams, partitions = open_streams(driver, config.decode_overlap, config.decode_sms, ExitStack())
     compute = FakeCompute(
         table,
         {lane: target.stream for lane, target in streams.items()},
@@ -211,6 +219,7 @@ def open_on(table: FakeTable, config: WorkerConfig, watch: Watch, progress: Call
         vocab_size=model.vocab_size,
         rings=config.async_depth + 1,
         whole_context=False,
+        partitions=[partition.prefill.stream for partition in partitions],
     )
     progress("fake model", 1, 1)
     return Device(
@@ -222,27 +231,34 @@ def open_on(table: FakeTable, config: WorkerConfig, watch: Watch, progress: Call
         max_model_len=max_model_len,
         dtype="float32",
         name="fake",
-        lanes=_lane_sizes(partition),
-        times=pretended_times(config.max_num_seqs) if config.decode_overlap == "auto" else None,
+        lanes=_lane_sizes(partitions),
+        partitions=[partition.prefill for partition in partitions],
+        times=pretended_times(config.max_num_seqs, len(partitions)) if config.decode_overlap == "auto" else None,
     )
 
 
-def pretended_times(rows: int) -> StepTimes:
-    """Of a GPU on which a chunk costs 20 us a token beside decode, and 30 us on its own partition."""
+def pretended_times(rows: int, partitions: int = 1) -> StepTimes:
+    """Of a GPU on which a chunk costs 20 us a token beside decode, and 30 us on its share of the first partition."""
     sizes = [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096) if size < rows] + [rows]
     tokens = (32, 64, 128, 256, 512, 1024, 2048)
     return StepTimes(
         decode=[(size, 3000 + 10 * size) for size in sizes],
-        beside=[(size, 4500 + 15 * size) for size in sizes],
         mixed=[(size, count, 3200 + 10 * size + 20 * count) for size in sizes for count in tokens],
-        lane=[(count, 2000 + 30 * count) for count in (*tokens, 4096, 8192)],
+        partitions=[
+            PartitionTimes(
+                decode=[(size, decode + 15 * size) for size in sizes],
+                prefill=[(count, 2000 + each * count) for count in (*tokens, 4096, 8192)],
+                slowdown=1.5,
+            )
+            for decode, each in ((4500, 30), (4000, 33))[:partitions]
+        ],
         context_ns=35.0,
-        beside_slowdown=1.5,
         history=[(count, float(count)) for count in tokens],
     )
 
 
-def _lane_sizes(partition: GreenPartition | None) -> LaneSizes:
-    if partition is None:
+def _lane_sizes(partitions: list[GreenPartition]) -> LaneSizes:
+    if not partitions:
         return LaneSizes()
+    partition = partitions[-1]
     return LaneSizes(partition.decode_sms, partition.prefill_sms, SM_ALIGNMENT)

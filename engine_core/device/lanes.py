@@ -73,6 +73,15 @@ class Lanes:
     def has(self, lane: Lane) -> bool:
         return lane in self._streams
 
+    def steer(self, lane: Lane, target: LaneStream) -> None:
+        """The lane's work goes to that stream from now on. Raises RuntimeError while any on another isn't proven: what
+        is recorded later would say nothing of it."""
+        if self._streams[lane] is target:
+            return
+        if self._launches[lane] > self._proven_launches[lane]:
+            raise RuntimeError(f"lane {lane.name} can't change its stream: work on it isn't proven complete")
+        self._streams[lane] = target
+
     def proven(self, lane: Lane) -> int:
         """Every step up to this one is proven complete on the lane."""
         return self._proven[lane]

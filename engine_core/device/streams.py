@@ -8,15 +8,15 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from engine_core.device.driver import STREAM_NON_BLOCKING, Driver
-from engine_core.device.green import DEFAULT_DECODE_SMS, GreenPartition, split
+from engine_core.device.green import AUTO_DECODE_SMS, DEFAULT_DECODE_SMS, GreenPartition, split
 from engine_core.device.lanes import LaneStream
 from engine_core.step import Lane
 
 
 def open_streams(
     driver: Driver, overlap: str, decode_sms: int | None, created: ExitStack
-) -> tuple[dict[Lane, LaneStream], GreenPartition | None]:
-    """Streams by lane, and the partition of `green` and `auto`; `created` destroys all of it, once proven idle.
+) -> tuple[dict[Lane, LaneStream], list[GreenPartition]]:
+    """Streams by lane, and the partitions of `green` (one) and `auto`; `created` destroys all of it, once proven idle.
 
     The primary stream is one of its own, never the legacy default stream, and of the highest priority; a prefill
     stream that shares the SMs is of the lowest. Raises ConfigError for a split that can't be had.
@@ -26,11 +26,14 @@ def open_streams(
     if overlap == "stream":
         streams[Lane.PREFILL] = _stream(driver, least, created)
     if overlap not in ("green", "auto"):
-        return streams, None
-    partition = split(driver, DEFAULT_DECODE_SMS if decode_sms is None else decode_sms)
-    created.callback(partition.close)
-    streams[Lane.PREFILL] = partition.prefill
-    return streams, partition
+        return streams, []
+    default = AUTO_DECODE_SMS if overlap == "auto" else (DEFAULT_DECODE_SMS,)
+    partitions = []
+    for sms in default if decode_sms is None else (decode_sms,):
+        partitions.append(split(driver, sms))
+        created.callback(partitions[-1].close)
+    streams[Lane.PREFILL] = partitions[-1].prefill
+    return streams, partitions
 
 
 def _stream(driver: Driver, priority: int, created: ExitStack) -> LaneStream:

@@ -54,6 +54,8 @@ class PrefillBatch:
 
     step: int
     chunks: list[Chunk]
+    partition: int = 0
+    """In force beside it."""
     state: BatchState = BatchState.LAUNCHED
 
     def advance(self, state: BatchState) -> None:
@@ -123,12 +125,13 @@ class InFlight:
         if flight is not None and flight.timed and result.error is None and not result.late:
             assert flight.load is not None
             tokens = sum(chunk.length for chunk in flight.chunks)
-            beside = self.batch is not None and self.batch.step < flight.step
-            work = Work.BESIDE if beside else Work.MIXED if tokens else Work.DECODE
-            seen.append(Observed(work, flight.load, tokens, result.busy_us))
+            beside = self.batch if self.batch is not None and self.batch.step < flight.step else None
+            work = Work.BESIDE if beside is not None else Work.MIXED if tokens else Work.DECODE
+            partition = beside.partition if beside is not None else 0
+            seen.append(Observed(work, flight.load, tokens, result.busy_us, partition))
         for prefill in result.prefills:
             if self.batch is not None and prefill.step == self.batch.step and prefill.error is None:
-                seen.append(_observed_batch(self.batch.chunks, prefill.busy_us))
+                seen.append(_observed_batch(self.batch, prefill.busy_us))
         return seen
 
     def land(self, result: StepResult) -> Flight:
@@ -181,10 +184,10 @@ class InFlight:
         return None
 
 
-def _observed_batch(chunks: list[Chunk], busy_us: int) -> Observed:
-    tokens = sum(chunk.length for chunk in chunks)
-    history = sum(chunk.length * chunk.start for chunk in chunks) // tokens
-    return Observed(Work.BATCH, Load(0, 0, tokens, tokens, history), tokens, busy_us)
+def _observed_batch(batch: PrefillBatch, busy_us: int) -> Observed:
+    tokens = sum(chunk.length for chunk in batch.chunks)
+    history = sum(chunk.length * chunk.start for chunk in batch.chunks) // tokens
+    return Observed(Work.BATCH, Load(0, 0, tokens, tokens, history), tokens, busy_us, batch.partition)
 
 
 def _chunks_problem(flight: Flight, result: StepResult) -> str | None:

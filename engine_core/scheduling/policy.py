@@ -5,7 +5,7 @@ way would take and picks the one that finishes the prompt soonest while decode r
 
 * no decode rows: the whole GPU, in chunks that soon let the first rows decode;
 * a chunk in the decode rows' own forward, of the largest size whose step stays within the target;
-* a batch on the prefill lane, if decode on its partition stays within the target.
+* a batch on the prefill lane, with each partition on which decode stays within the target.
 
 Where nothing stays within the target, the way with the shortest decode step is taken: prompts always get on. And where
 prompts pile up so that the last would wait longer than the target of the time to first token, chunks grow until it
@@ -36,13 +36,8 @@ TTFT_TARGET_MS = 400.0
 """Without `--ttft-target-ms` and `--itl-target-ms`: how long prompts may take, all that wait together."""
 MARGIN = 0.96
 """Of the target, for what the model doesn't know."""
-DELIVERY_US = 12.0
+DELIVERY_US = 16.0
 """A step's tokens go out one row after another: for each row clients may see so much more than the step."""
-
-
-JOIN_STEPS = 2
-"""A batch that is complete waits for the decode step in flight, and the next is planned with the one behind it, which
-also brings the first tokens."""
 
 
 class Way(Enum):
@@ -62,6 +57,8 @@ class Choice:
 
     tokens: int
     way: Way
+    partition: int = 0
+    """In force beside a batch on the lane."""
 
 
 class PrefillPolicy(Protocol):
@@ -109,8 +106,9 @@ class AutoPolicy:
         chunk, ways = self._best_chunk(load, target), []
         if chunk is not None:
             ways.append((self._kept_us(load, chunk, target), Choice(chunk, Way.MIXED)))
-        if self.model.beside(load) <= target:
-            ways.append((self._lane_us(load), Choice(self._lane_tokens(load), Way.LANE)))
+        for partition in self.model.partitions:
+            if self.model.beside(load, partition) <= target:
+                ways.append(self._lane(load, partition))
         us, choice = min(ways or [self._gentlest(load)], key=lambda way: way[0])
         return choice if us <= self._patience_us else self._patient(load, choice, us)
 
@@ -150,8 +148,9 @@ class AutoPolicy:
     def _gentlest(self, load: Load) -> tuple[float, Choice]:
         """The way with the shortest decode step."""
         smallest = self.model.sizes(load.rows)[0]
-        if self.model.beside(load) < self.model.mixed(load, smallest):
-            return self._lane_us(load), Choice(self._lane_tokens(load), Way.LANE)
+        gentlest = min(self.model.partitions, key=lambda partition: self.model.beside(load, partition))
+        if self.model.beside(load, gentlest) < self.model.mixed(load, smallest):
+            return self._lane(load, gentlest)
         return self._mixed_us(load, smallest), Choice(smallest, Way.MIXED)
 
     def _patient(self, load: Load, choice: Choice, us: float) -> Choice:
@@ -169,11 +168,11 @@ class AutoPolicy:
         steps = -(-load.remaining // tokens)
         return steps * self.model.mixed(replace(load, history=load.history + load.first // 2), tokens)
 
-    def _lane_us(self, load: Load) -> float:
+    def _lane(self, load: Load, partition: int) -> tuple[float, Choice]:
         """Until the prompts are computed on the prefill lane and the last has joined the decode rows."""
-        tokens = min(load.remaining, self._lane_tokens(load))
-        beside, batches = self.model.beside(load), -(-load.remaining // tokens)
-        return batches * (self.model.batch(load, tokens) + beside) + (JOIN_STEPS - 1) * beside
-
-    def _lane_tokens(self, load: Load) -> int:
-        return min(max(load.first, LANE_TOKENS), self._token_budget)
+        most = min(max(load.first, LANE_TOKENS), self._token_budget)
+        tokens = min(load.remaining, most)
+        beside, batches = self.model.beside(load, partition), -(-load.remaining // tokens)
+        # A complete batch waits for the decode step in flight; another follows it, and carries no further batch.
+        us = batches * (self.model.batch(load, tokens, partition) + beside) + beside
+        return us, Choice(most, Way.LANE, partition)

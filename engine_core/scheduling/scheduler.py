@@ -198,7 +198,7 @@ class Scheduler:
         starts, chunks = self._plan_prefill(choice.tokens)
         if decode.slots.size == 0 and not chunks and (self.in_flight.batch is None or len(self.in_flight)):
             return None
-        return self._submit(decode, grown, page_ids, starts, chunks, choice.way if chunks else None, load)
+        return self._submit(decode, grown, page_ids, starts, chunks, choice if chunks else None, load)
 
     def _choose(self, decode: RowGroup) -> tuple[Load | None, Choice]:
         """What the policy says to this load: no prompt token while a batch is on the prefill lane (rule L6).
@@ -220,22 +220,23 @@ class Scheduler:
         page_ids: bytes,
         starts: list[RowStart],
         chunks: list[Chunk],
-        way: Way | None,
+        choice: Choice | None,
         load: Load | None,
     ) -> StepPlan:
         """Book a plan as in flight: lengths advance and fences move now, no result is waited for."""
         self.steps += 1
-        on_lane = way is Way.LANE
+        on_lane = choice is not None and choice.way is Way.LANE
+        partition = choice.partition if choice is not None else 0
         self._book_decode(decode.slots)
         self._book_chunks(chunks, on_lane=on_lane)
-        if way is not None:
-            self.prefill_launches[way] += 1
+        if choice is not None:
+            self.prefill_launches[choice.way] += 1
         self.in_flight.submit(
             Flight(
                 step=self.steps,
                 rows=decode,
                 chunks=[] if on_lane else chunks,
-                batch=PrefillBatch(self.steps, chunks) if on_lane else None,
+                batch=PrefillBatch(self.steps, chunks, partition) if on_lane else None,
                 load=load,
             )
         )
@@ -247,6 +248,7 @@ class Scheduler:
             decode_slots=decode.packed_slots,
             chunks=[PrefillChunk(chunk.slot, chunk.start, chunk.length, chunk.last) for chunk in chunks],
             prefill_lane=on_lane,
+            partition=partition,
         )
 
     def _book_decode(self, slots: Slots) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from engine_core.step import StepTimes
+from engine_core.step import PartitionTimes, StepTimes
 
 LEARNING = 0.15
 """Weight of a new observation in a correction."""
@@ -57,6 +57,8 @@ class Observed:
     tokens: int
     """Of chunks."""
     busy_us: int
+    partition: int = 0
+    """In force, for work on it."""
 
 
 class StepModel:
@@ -66,9 +68,6 @@ class StepModel:
         self._times = times
         self._rows = [rows for rows, _ in times.decode]
         self._decode = [us for _, us in times.decode]
-        self._beside = [us for _, us in times.beside]
-        self._batch_tokens = [tokens for tokens, _ in times.lane]
-        self._batch = [us for _, us in times.lane]
         self._history_tokens = [tokens for tokens, _ in times.history]
         self._history_ns = [ns for _, ns in times.history]
         self._mixed: dict[int, list[tuple[int, int]]] = {}
@@ -79,6 +78,13 @@ class StepModel:
         self._mixed_rows = sorted(self._mixed)
         self._corrections = dict.fromkeys(Work, 1.0)
 
+    @property
+    def partitions(self) -> range:
+        return range(len(self._times.partitions))
+
+    def _partition(self, partition: int) -> PartitionTimes:
+        return self._times.partitions[partition]
+
     def sizes(self, rows: int) -> list[int]:
         """Tokens of the chunks that can stand beside so many decode rows, ascending."""
         return [tokens for tokens, _ in self._sizes(rows)]
@@ -87,17 +93,19 @@ class StepModel:
         us = self._table(self._decode, load.rows) + self._reading(load)
         return self._corrections[Work.DECODE] * us
 
-    def beside(self, load: Load) -> float:
-        us = self._table(self._beside, load.rows) + self._reading(load) * self._times.beside_slowdown
+    def beside(self, load: Load, partition: int) -> float:
+        times = self._partition(partition)
+        us = self._table([us for _, us in times.decode], load.rows) + self._reading(load) * times.slowdown
         return self._corrections[Work.BESIDE] * us
 
     def mixed(self, load: Load, tokens: int) -> float:
         us = next(us for size, us in self._sizes(load.rows) if size >= tokens)
         return self._corrections[Work.MIXED] * (us + self._reading(load) + self._history(load, tokens))
 
-    def batch(self, load: Load, tokens: int) -> float:
+    def batch(self, load: Load, tokens: int, partition: int) -> float:
         """In proportion to its tokens above the largest size."""
-        us = _beyond(self._batch_tokens, self._batch, tokens)
+        times = self._partition(partition).prefill
+        us = _beyond([size for size, _ in times], [us for _, us in times], tokens)
         return self._corrections[Work.BATCH] * (us + self._history(load, tokens))
 
     def observe(self, observed: Observed) -> None:
@@ -113,11 +121,11 @@ class StepModel:
         load, tokens = observed.load, observed.tokens
         match observed.work:
             case Work.BATCH:
-                return self.batch(load, tokens)
+                return self.batch(load, tokens, observed.partition)
             case Work.DECODE if load.rows:
                 return self.decode(load)
             case Work.BESIDE if load.rows:
-                return self.beside(load)
+                return self.beside(load, observed.partition)
             case Work.MIXED if load.rows and tokens <= self._sizes(load.rows)[-1][0]:
                 return self.mixed(load, tokens)
         return None

@@ -15,7 +15,7 @@ import numpy as np
 from engine_core.device.base import Batch, Compute, Sampled
 from engine_core.device.drop_queue import DropQueue
 from engine_core.device.guard import LaunchGuard, Owned, Ownership, WorkFailed
-from engine_core.device.lanes import Completion, Lanes
+from engine_core.device.lanes import Completion, Lanes, LaneStream
 from engine_core.errors import ProtocolViolation
 from engine_core.step import Lane, LogprobBlock, PrefillResult, StepPlan, StepResult
 from engine_core.worker.late_rows import LateRows
@@ -23,7 +23,7 @@ from engine_core.worker.step_log import NO_STEP_LOG, StepLog
 from engine_core.worker.unconstrained import UNCONSTRAINED, Constraints, Refused
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from engine_core.device.timing import Span
     from engine_core.worker.inputs import RowTables
@@ -86,6 +86,7 @@ class Runner:
         drops: DropQueue,
         tables: RowTables,
         async_depth: int,
+        partitions: Sequence[LaneStream] = (),
         now: Callable[[], float],
         step_log: StepLog = NO_STEP_LOG,
         constraints: Constraints = UNCONSTRAINED,
@@ -96,6 +97,7 @@ class Runner:
         self._drops = drops
         self._tables = tables
         self._rings = async_depth + 1
+        self._partitions = partitions
         self._now = now
         self._step_log = step_log
         self._constraints = constraints
@@ -157,7 +159,7 @@ class Runner:
     def _launch_primary(self, flight: StepFlight) -> None:
         """Enqueue the step's own rows and record its completion; the guard is armed throughout (rules O1, O4, O5)."""
         flight.owned.to(Ownership.LAUNCHING)
-        flight.batch.beside_prefill = self._prefill is not None
+        flight.batch.partition = None if self._prefill is None else self._prefill.batch.partition
         try:
             with self._guard.armed(flight.owned):
                 self._lanes.launching(Lane.PRIMARY, flight.step)
@@ -200,11 +202,16 @@ class Runner:
             )
         if not self._lanes.has(Lane.PREFILL):
             raise ProtocolViolation(f"step {step} asks for a prefill lane; this worker has none")
+        if not 0 <= plan.partition < max(1, len(self._partitions)):
+            raise ProtocolViolation(f"step {step} asks for partition {plan.partition} of {len(self._partitions)}")
         batch = self._tables.batch(step, Lane.PREFILL, self._tables.no_slots, plan.chunks, late)
         flight = PrefillFlight(step, Owned(f"the prefill of step {step}"), self._prefills % self._rings, batch)
         flight.late = late
         self._prefills += 1
         self._prefill = flight
+        batch.partition = plan.partition
+        if self._partitions:
+            self._lanes.steer(Lane.PREFILL, self._partitions[plan.partition])
         flight.owned.to(Ownership.LAUNCHING)
         try:
             with self._guard.armed(flight.owned):

@@ -215,7 +215,7 @@ class FileStepLog:
             return
         start, end = (round(us, 1) for us in self._timer.read(span))
         if batch.lane is Lane.PRIMARY:
-            self.write(Decode(batch.step, start, end, batch.decode_rows, len(batch.ids), batch.beside_prefill))
+            self.write(Decode(batch.step, start, end, batch.decode_rows, len(batch.ids), batch.partition is not None))
         else:
             self.write(Complete(batch.step, start, end, len(batch.slots), len(batch.ids)))
 

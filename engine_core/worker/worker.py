@@ -113,6 +113,7 @@ def build_runner(
         drops=drops,
         tables=tables,
         async_depth=config.async_depth,
+        partitions=device.partitions,
         now=now,
         step_log=step_log,
         constraints=constraints,

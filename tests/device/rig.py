@@ -54,6 +54,7 @@ class RunnerRig:
         overlap: bool = True,
         depth: int = 3,
         whole_context: bool = True,
+        partitions: int = 1,
         constraints: Constraints = UNCONSTRAINED,
     ) -> None:
         self.script = Script() if script is None else script
@@ -61,11 +62,12 @@ class RunnerRig:
         _, primary = self.table.stream_create(0, 0)
         self.streams: dict[Lane, Any] = {Lane.PRIMARY: primary}
         lane_streams = {Lane.PRIMARY: LaneStream(primary)}
+        self.prefills: list[LaneStream] = []
+        """By partition."""
         if overlap:
-            _, context = self.table.green_ctx_create("descriptor")
-            _, prefill = self.table.green_ctx_stream_create(context, 0, 0)
-            self.streams[Lane.PREFILL] = prefill
-            lane_streams[Lane.PREFILL] = LaneStream(prefill, context)
+            self.prefills = [self._prefill_stream() for _ in range(partitions)]
+            self.streams[Lane.PREFILL] = self.prefills[-1].stream
+            lane_streams[Lane.PREFILL] = self.prefills[-1]
         self.aborts: list[str] = []
         self.compute = FakeCompute(
             self.table,
@@ -77,6 +79,7 @@ class RunnerRig:
             vocab_size=VOCAB,
             rings=depth + 1,
             whole_context=whole_context,
+            partitions=[target.stream for target in self.prefills] if partitions > 1 else (),
         )
         self.now = 0.0
         self.drops = DropQueue()
@@ -92,9 +95,15 @@ class RunnerRig:
             drops=self.drops,
             tables=self.tables,
             async_depth=depth,
+            partitions=self.prefills if partitions > 1 else (),
             now=lambda: self.now,
             constraints=constraints,
         )
+
+    def _prefill_stream(self) -> LaneStream:
+        _, context = self.table.green_ctx_create("descriptor")
+        _, stream = self.table.green_ctx_stream_create(context, 0, 0)
+        return LaneStream(stream, context)
 
     def abort(self, what: str, error: BaseException | None = None) -> Any:
         self.aborts.append(f"{what}: {error}")
@@ -133,9 +142,12 @@ def plan(
     chunks: list[PrefillChunk] | None = None,
     pages: dict[int, int] | None = None,
     lane: bool = False,
+    partition: int = 0,
 ) -> StepPlan:
     """`pages` appends one page to each slot named."""
     pages = {} if pages is None else pages
     return StepPlan(
-        step, starts or [], packed(list(pages)), packed(list(pages.values())), packed(decode or []), chunks or [], lane
+        *(step, starts or [], packed(list(pages)), packed(list(pages.values())), packed(decode or []), chunks or []),
+        prefill_lane=lane,
+        partition=partition,
     )

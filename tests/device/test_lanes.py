@@ -242,3 +242,18 @@ def test_drop_queue_releases_by_lane_in_order() -> None:
     assert len(drops) == 2
     with pytest.raises(ValueError):
         drops.defer("d", Lane.PRIMARY, 2)
+
+
+def test_a_lane_changes_its_stream_only_once_it_is_proven_idle() -> None:
+    """L2, E2: red when a completion recorded on the new stream could stand for work on the old one."""
+    rig = Rig()
+    _, other = rig.table.stream_create(0, 0)
+    target = LaneStream(other)
+    rig.launch(Lane.PREFILL, 1)
+    with pytest.raises(RuntimeError, match="lane PREFILL can't change its stream"):
+        rig.lanes.steer(Lane.PREFILL, target)
+    rig.table.run_all()
+    rig.lanes.synchronize()
+    rig.lanes.steer(Lane.PREFILL, target)
+    rig.lanes.launching(Lane.PREFILL, 2)
+    assert rig.lanes.complete(Lane.PREFILL, 2).event.stream is other

@@ -9,7 +9,7 @@ from engine_core.device.driver import Status
 from engine_core.device.fake_driver import RaceDetected
 from engine_core.device.guard import Ownership
 from engine_core.errors import ProtocolViolation
-from engine_core.step import Lane, PrefillChunk
+from engine_core.step import Lane, PrefillChunk, StepResult
 from tests.device.rig import Aborted, RunnerRig, Script, ints, plan, row
 
 
@@ -127,7 +127,7 @@ def test_o8_a_batch_that_joins_travels_with_the_step_before() -> None:
     rig.table.run(prefill, 99)
     rig.runner.launch(plan(4, decode=[0]))
     first = rig.runner.awaited()
-    results = []
+    results: list[StepResult] = []
     while not results:
         rig.table.run(primary, 1)
         results = rig.runner.collect()

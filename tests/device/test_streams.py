@@ -10,6 +10,7 @@ from engine_core.device.base import Batch
 from engine_core.device.driver import EVENT_FLAGS, STREAM_NON_BLOCKING, Driver
 from engine_core.device.fail_stop import Unbounded
 from engine_core.device.fake_driver import FakeTable
+from engine_core.device.green import AUTO_DECODE_SMS
 from engine_core.device.streams import open_streams
 from engine_core.errors import ConfigError, ProtocolViolation
 from engine_core.step import Lane, PrefillChunk
@@ -33,8 +34,8 @@ def test_l3_l4_the_primary_stream_is_one_of_its_own_and_of_the_highest_priority(
 def test_l3_a_prefill_that_shares_the_sms_has_the_lowest_priority() -> None:
     """L3: red when a prefill on a second stream competes with decode on equal terms."""
     table = FakeTable()
-    streams, partition = open_streams(Driver(table, Unbounded()), "stream", None, ExitStack())
-    assert partition is None
+    streams, partitions = open_streams(Driver(table, Unbounded()), "stream", None, ExitStack())
+    assert not partitions
     assert streams[Lane.PREFILL].stream.priority == 0
     assert streams[Lane.PREFILL].stream.flags == STREAM_NON_BLOCKING
 
@@ -43,12 +44,22 @@ def test_l1_green_lanes_keep_their_context_and_give_everything_back() -> None:
     """L1, E2: red when the prefill lane forgets its Green Context, or a context goes before its stream."""
     table = FakeTable()
     with ExitStack() as created:
-        streams, partition = open_streams(Driver(table, Unbounded()), "green", 64, created)
-        assert partition is not None
+        streams, (partition,) = open_streams(Driver(table, Unbounded()), "green", 64, created)
         assert streams[Lane.PREFILL].green_ctx is streams[Lane.PREFILL].stream.green_ctx is not None
         assert partition.decode.green_ctx is not streams[Lane.PREFILL].green_ctx
     assert not any(stream.alive for stream in table.streams)
     assert table.calls[-5:-1] == ["stream_destroy", "stream_destroy", "green_ctx_destroy", "green_ctx_destroy"]
+
+
+def test_l1_auto_has_several_partitions_and_green_one() -> None:
+    """L1: red when a partition's streams or contexts stay behind, or one that was asked for brings others along."""
+    for overlap, asked, sms in (("auto", None, list(AUTO_DECODE_SMS)), ("auto", 64, [64]), ("green", None, [48])):
+        table = FakeTable()
+        with ExitStack() as created:
+            streams, partitions = open_streams(Driver(table, Unbounded()), overlap, asked, created)
+            assert [partition.decode_sms for partition in partitions] == sms
+            assert streams[Lane.PREFILL] is partitions[-1].prefill
+        assert not any(stream.alive for stream in table.streams)
 
 
 def test_l1_no_decode_sms_is_refused_like_any_other_impossible_split() -> None:
@@ -69,7 +80,7 @@ def watch_forwards(rig: RunnerRig, monkeypatch: pytest.MonkeyPatch) -> list[tupl
     forward = rig.compute.forward
 
     def note(batch: Batch, ring: int) -> None:
-        seen.append((batch.step, batch.lane, batch.beside_prefill))
+        seen.append((batch.step, batch.lane, batch.partition is not None))
         forward(batch, ring)
 
     monkeypatch.setattr(rig.compute, "forward", note)
@@ -127,3 +138,38 @@ def test_e1_every_completion_is_created_to_sleep_and_without_timing() -> None:
     events = [completion.event for completion in rig.runner.pending()]
     assert [event.flags for event in events] == [EVENT_FLAGS, EVENT_FLAGS]
     assert EVENT_FLAGS == 0x1 | 0x2
+
+
+def test_l2_e2_a_batch_runs_and_is_proven_on_the_partition_that_its_plan_names() -> None:
+    """L2, E2: red when a batch goes to another partition's stream, decode beside it keeps to another partition, or its
+    completion stands behind another stream's work."""
+    rig = RunnerRig(Script(eager=False), partitions=2)
+    decoding(rig)
+    for step, partition in ((2, 1), (5, 0), (8, 1)):
+        slot, before = partition + 1, [target.stream.enqueued for target in rig.prefills]
+        start, chunk = row(slot, IDS, [4 + 2 * slot, 5 + 2 * slot]), PrefillChunk(slot, 0, 6, True)
+        rig.runner.launch(plan(step, starts=[start], decode=[0], chunks=[chunk], lane=True, partition=partition))
+        grown = [target.stream.enqueued > count for target, count in zip(rig.prefills, before, strict=True)]
+        assert grown == [partition == 0, partition == 1]
+        flight, last = rig.runner._prefill, rig.runner._steps[-1]
+        assert flight is not None
+        assert flight.completion is not None
+        assert flight.completion.event.stream is rig.prefills[partition].stream
+        assert last.batch.partition == partition
+        rig.runner.launch(plan(step + 1, decode=[0]))
+        rig.table.run_all()
+        rig.runner.collect()
+        rig.runner.launch(plan(step + 2, decode=[0]))
+        assert rig.runner._steps[-1].batch.partition is None
+        rig.table.run_all()
+        assert [p.step for result in rig.runner.collect() for p in result.prefills] == [step]
+
+
+@pytest.mark.parametrize("partition", [2, -1])
+def test_a_partition_that_isn_t_there_is_a_violation(partition: int) -> None:
+    """Red when a plan's partition isn't checked before anything is enqueued for it."""
+    rig = RunnerRig(Script(eager=False), partitions=2)
+    decoding(rig)
+    start, chunk = row(1, IDS, [4, 5]), PrefillChunk(1, 0, 6, True)
+    with pytest.raises(ProtocolViolation, match=f"asks for partition {partition} of 2"):
+        rig.runner.launch(plan(2, starts=[start], chunks=[chunk], lane=True, partition=partition))

@@ -57,7 +57,7 @@ class Card:
     @property
     def prefill_buffers(self) -> list[Any]:
         """What a prefill forward writes besides KV."""
-        work = self.device.compute._lanes[Lane.PREFILL]  # type: ignore[attr-defined]
+        work = self.device.compute._works[1]  # type: ignore[attr-defined]
         return [work.residual, *work.picked]
 
 

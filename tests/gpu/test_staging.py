@@ -167,14 +167,14 @@ class Player:
         self._cuda = cuda
         self.config = config
         self.device = opening.open_device(config, Unbounded(), lambda what, done, total: None)
-        self.staging = self.device.compute._lanes[Lane.PRIMARY].staging  # type: ignore[attr-defined]
+        self.staging = self.device.compute._works[0].staging  # type: ignore[attr-defined]
 
     def runner(self) -> Runner:
         return build_runner(self.device, self.config, _abort, time.monotonic)
 
     def play(self, plans: list[StepPlan], before: Callable[[int], None] = lambda step: None) -> list[list[int]]:
         """Every step's tokens, chunks' behind decode rows'."""
-        self._cuda.set_stream(self.device.compute._lanes[Lane.PRIMARY].stream)  # type: ignore[attr-defined]
+        self._cuda.set_stream(self.device.compute._works[0].stream)  # type: ignore[attr-defined]
         runner, results = self.runner(), list[StepResult]()
         for launched, plan in enumerate(plans):
             while launched - len(results) >= self.config.async_depth:

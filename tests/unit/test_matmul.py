@@ -80,8 +80,8 @@ def test_the_file_names_card_and_version(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rows", MIXED_ROWS)
 @pytest.mark.parametrize("most", [32, 256, 512, 2000, 2048, 8192])
 def test_rows_and_chunk_fill_whole_tiles(rows: int, most: int) -> None:
-    """Red when chunks beside decode rows are rounded without them: 16 + 240 tokens fill tiles of 64, 16 + 256 don't, and
-    are there for attention's sake alone."""
+    """Red when chunks beside decode rows are rounded without them: 16 + 240 tokens fill tiles of 64. 16 + 256 don't,
+    and are there for attention's sake alone."""
     sizes = mixed_chunk_sizes(rows, most)
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == most

@@ -22,6 +22,14 @@ def auto(itl_ms: float | None = None, times: StepTimes = TIMES, ttft_ms: float |
     return AutoPolicy(BUDGET, times, itl_ms, ttft_ms)
 
 
+def partitioned(decode_us: int | None = None, prefill_us: int | None = None) -> StepTimes:
+    """TIMES with other times beside a prefill, or of one of BUDGET tokens."""
+    (times,) = TIMES.partitions
+    decode = times.decode if decode_us is None else [(rows, decode_us) for rows, _ in times.decode]
+    prefill = times.prefill if prefill_us is None else [(BUDGET, prefill_us)]
+    return replace(TIMES, partitions=[replace(times, decode=decode, prefill=prefill)])
+
+
 def load(rows: int = 16, context: int = 0, remaining: int = 4096, history: int = 0) -> Load:
     return Load(rows, context, remaining, min(remaining, 4096), history)
 
@@ -43,7 +51,7 @@ def test_the_largest_chunk_that_keeps_the_target() -> None:
     """16 rows and a chunk take 3360 + 20 us a token: at a target of 8.9 ms, 8.35 with the margin, that is 128 tokens
     (5.9) and not 256 (8.48). Red when the margin, the table or the search changes. Decode beside the
     lane is too slow here."""
-    times = replace(TIMES, beside=[(rows, 20_000) for rows, _ in TIMES.beside])
+    times = partitioned(decode_us=20_000)
     assert auto(8.9, times).choose(load()) == Choice(128, Way.MIXED)
     assert auto(9.1, times).choose(load()) == Choice(256, Way.MIXED)
 
@@ -109,17 +117,15 @@ def test_the_lane_takes_prompts_one_after_another() -> None:
 def test_what_a_chunk_size_leaves_is_no_whole_step() -> None:
     """At 8.9 ms 3970 tokens take 31 steps of 128 and one of 2: 187.5 ms. A lane that takes 188.4 ms with its join
     isn't sooner, as it would be against 32 whole steps (189.4). Red when the last step counts as a full one."""
-    beside = [(rows, 5000) for rows, _ in TIMES.beside]
-    lane = [(tokens, us if tokens < BUDGET else 178_400) for tokens, us in TIMES.lane]
-    times = replace(TIMES, beside=beside, lane=lane, history=[(32, 0.0)])
+    times = replace(partitioned(decode_us=5000, prefill_us=178_400), history=[(32, 0.0)])
     assert auto(8.9, times).choose(Load(16, 0, 3970, 3970, 0)).way is Way.MIXED
 
 
 def test_chunks_that_will_shrink_take_longer() -> None:
     """128 tokens keep 7.7 ms at first, but not behind 3072 others, where only 64 do: in all it takes 318 ms. A lane of
     290 ms is sooner. Red when all chunks count as large as the first (265 ms)."""
-    lane = [(tokens, us if tokens < BUDGET else 290_000) for tokens, us in TIMES.lane]
-    times = replace(TIMES, lane=lane, history=[(tokens, 9.0 * tokens) for tokens, _ in TIMES.history])
+    history = [(tokens, 9.0 * tokens) for tokens, _ in TIMES.history]
+    times = replace(partitioned(prefill_us=290_000), history=history)
     assert auto(7.7, times).choose(load()).way is Way.LANE
 
 
@@ -130,8 +136,8 @@ def test_it_learns_from_steps_and_forgets_outliers() -> None:
     kinds: dict[Work, Callable[[], float]] = {
         Work.DECODE: lambda: model.decode(load()),
         Work.MIXED: lambda: model.mixed(load(), 128),
-        Work.BESIDE: lambda: model.beside(load()),
-        Work.BATCH: lambda: model.batch(load(), 128),
+        Work.BESIDE: lambda: model.beside(load(), 0),
+        Work.BATCH: lambda: model.batch(load(), 128, 0),
     }
     before = {work: predict() for work, predict in kinds.items()}
     for slower, work in enumerate(Work, 1):
@@ -167,3 +173,24 @@ def test_every_choice_can_be_carried_out(
     choice = auto(target).choose(Load(rows, context, remaining, min(remaining, 4096), history))
     assert 1 <= choice.tokens <= BUDGET
     assert (choice.way is Way.ALONE) == (rows == 0)
+
+
+def test_the_partition_that_finishes_prompts_soonest_within_the_target() -> None:
+    """The first partition takes 125 ms for 4096 tokens beside decode steps of 4.7 ms, the second 137 ms beside 4.2.
+    Red when a partition is taken that breaks the target, or the slower of two that keep it."""
+    times, slow = pretended_times(64, 2), 9
+    times = replace(times, mixed=[(rows, tokens, slow * us) for rows, tokens, us in times.mixed])
+    assert auto(6.0, times).choose(load()) == Choice(BUDGET, Way.LANE, 0)
+    assert auto(4.8, times).choose(load()) == Choice(BUDGET, Way.LANE, 1)
+
+
+def test_each_partition_is_observed_as_itself() -> None:
+    """Red when a step beside a prefill is compared with another partition's times: the correction would drift though
+    every prediction was right."""
+    model = auto(times=pretended_times(64, 2)).model
+    for partition in model.partitions:
+        before = model.beside(load(), partition), model.batch(load(), 2048, partition)
+        for work, us in zip((Work.BESIDE, Work.BATCH), before, strict=True):
+            model.observe(Observed(work, load(), 2048, round(us), partition))
+        after = model.beside(load(), partition), model.batch(load(), 2048, partition)
+        assert after == pytest.approx(before, rel=1e-3)

@@ -11,23 +11,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine_core.device.cuda.compute import Replay
+from engine_core.device.cuda.compute import LaneWork, Replay
 from engine_core.device.cuda.forwards import Opened, decode, head, ragged
 from engine_core.device.cuda.graphs import Captures, GraphPool
 from engine_core.device.cuda.tuning import Wanted, keep, tune
 from engine_core.ops.cuda.attention import DecodeAttention
 from engine_core.ops.cuda.decoder import FEW_ROWS
 from engine_core.ops.cuda.splits import PAGE
-from engine_core.step import MOST_PRIMARY_TOKENS, Lane
+from engine_core.step import MOST_PRIMARY_TOKENS
 
 _cuda: Any = torch.cuda  # torch's annotations of streams are incomplete
 Progress = Callable[[str, int, int], None]
 
 
-def ragged_shapes(opened: Opened, lane: Lane) -> list[tuple[int, int]]:
-    """(decode rows, tokens of chunks) of the lane's forwards with chunks."""
-    if lane is not Lane.PRIMARY:
-        return [(0, tokens) for tokens in opened.chunk_sizes[0]]
+def ragged_shapes(opened: Opened, work: LaneWork) -> list[tuple[int, int]]:
+    """(decode rows, tokens of chunks) of a lane's forwards with chunks."""
+    if work is not opened.primary:
+        return [(0, tokens) for tokens in opened.lane_sizes]
     shapes = [(rows, tokens) for rows, sizes in opened.chunk_sizes.items() for tokens in sizes]
     if opened.config.decode_overlap != "auto":
         return shapes
@@ -42,16 +42,16 @@ def tune_products(opened: Opened, progress: Progress) -> None:
 
 def _wanted(opened: Opened) -> Iterator[Wanted]:
     decode_rows = tuple(rows for rows in opened.row_buckets if rows > FEW_ROWS)
-    primary = opened.lanes[Lane.PRIMARY].stream
+    primary = opened.primary.stream
     yield Wanted(opened.multiply(opened.sms), primary, opened.decoder.head_weights(), decode_rows)
     for weights in opened.decoder.weights():
         yield Wanted(opened.multiply(opened.sms), primary, weights, decode_rows)
-        if opened.partition is not None:
-            green = _cuda.ExternalStream(int(opened.partition.decode.stream))
-            yield Wanted(opened.multiply(opened.partition.decode_sms), green, weights, decode_rows)
-        for lane, work in opened.lanes.items():
-            totals = tuple({rows + tokens for rows, tokens in ragged_shapes(opened, lane)})
-            yield Wanted(opened.multiply(opened.sms_of(lane)), work.stream, weights, totals)
+        for partition in opened.partitions:
+            green = _cuda.ExternalStream(int(partition.decode.stream))
+            yield Wanted(opened.multiply(partition.decode_sms), green, weights, decode_rows)
+        for work in opened.works:
+            totals = tuple({rows + tokens for rows, tokens in ragged_shapes(opened, work)})
+            yield Wanted(work.multiply, work.stream, weights, totals)
 
 
 class Capture:
@@ -62,52 +62,50 @@ class Capture:
         self._kv = kv
         self._progress = progress
         self._captures = Captures()
-        self._pools = {lane: GraphPool() for lane in opened.lanes}
+        self._primary, self._prefill = GraphPool(), GraphPool()
         self._attention = opened.attention(opened.sms)
-        self._shapes = {lane: self._ragged_shapes(lane) for lane in opened.lanes}
-        lanes = 1 if opened.partition is None else 2
-        self._total = len(opened.row_buckets) * (lanes + 1) + sum(map(len, self._shapes.values()))
+        self._shapes = [sorted(ragged_shapes(opened, work), key=sum, reverse=True) for work in opened.works]
+        self._total = len(opened.row_buckets) * (2 + len(opened.partitions)) + sum(map(len, self._shapes))
         self._done = 0
 
-    def _ragged_shapes(self, lane: Lane) -> list[tuple[int, int]]:
-        """(decode rows, tokens of chunks), largest first."""
-        return sorted(ragged_shapes(self._opened, lane), key=sum, reverse=True)
-
-    def _replay(self, lane: Lane, stream: Any, work: Callable[[], None], what: str, *, bound: bool = False) -> Replay:
-        replay = self._captures.take(self._pools[lane], stream, work, what, bound=bound)
+    def _replay(
+        self, pool: GraphPool, stream: Any, work: Callable[[], None], what: str, *, bound: bool = False
+    ) -> Replay:
+        replay = self._captures.take(pool, stream, work, what, bound=bound)
         self._done += 1
         self._progress("capture graphs", self._done, self._total)
         return replay
 
     def ragged(self) -> None:
-        for lane, work in self._opened.lanes.items():
-            for rows, tokens in self._shapes[lane]:
+        for work, shapes in zip(self._opened.works, self._shapes, strict=True):
+            pool = self._primary if work is self._opened.primary else self._prefill
+            for rows, tokens in shapes:
                 with _cuda.stream(work.stream):
                     work.prefill.plan([0], [tokens], [np.zeros(-(-tokens // PAGE), np.int32)], bucket=tokens)
-                forward = ragged(self._opened, lane, rows, tokens, self._attention, self._kv)
+                forward = ragged(self._opened, work, rows, tokens, self._attention, self._kv)
                 work.ragged[rows, tokens] = self._replay(
-                    lane, work.stream, forward, f"{tokens} tokens behind {rows} rows"
+                    pool, work.stream, forward, f"{tokens} tokens behind {rows} rows"
                 )
 
-    def decode(self) -> dict[bool, dict[int, Replay]]:
-        """By whether a prefill is in flight beside it; the same graphs where there is no partition to keep to."""
-        opened, primary = self._opened, self._opened.lanes[Lane.PRIMARY].stream
-        lone = self._decode(primary, opened.sms, self._attention)
-        if opened.partition is None:
-            return {False: lone, True: lone}
-        green = _cuda.ExternalStream(int(opened.partition.decode.stream))
-        sms = opened.partition.decode_sms
-        return {False: lone, True: self._decode(green, sms, opened.attention(sms), bound=True)}
+    def decode(self) -> dict[int | None, dict[int, Replay]]:
+        """By the partition in force beside a prefill, None: none; the same graphs where there is none to keep to."""
+        opened = self._opened
+        lone = self._decode(opened.primary.stream, opened.sms, self._attention)
+        decoding: dict[int | None, dict[int, Replay]] = {None: lone, 0: lone}
+        for index, partition in enumerate(opened.partitions):
+            green, sms = _cuda.ExternalStream(int(partition.decode.stream)), partition.decode_sms
+            decoding[index] = self._decode(green, sms, opened.attention(sms), bound=True)
+        return decoding
 
     def _decode(self, stream: Any, sms: int, attention: DecodeAttention, *, bound: bool = False) -> dict[int, Replay]:
         opened, multiply = self._opened, self._opened.multiply(sms)
         steps = {rows: decode(opened, rows, attention, multiply, self._kv) for rows in reversed(opened.row_buckets)}
         return {
-            rows: self._replay(Lane.PRIMARY, stream, step, f"{rows} decode rows", bound=bound)
+            rows: self._replay(self._primary, stream, step, f"{rows} decode rows", bound=bound)
             for rows, step in steps.items()
         }
 
     def heads(self) -> None:
-        opened, stream = self._opened, self._opened.lanes[Lane.PRIMARY].stream
+        opened, stream = self._opened, self._opened.primary.stream
         for rows in reversed(opened.row_buckets):
-            opened.heads.graphs[rows] = self._replay(Lane.PRIMARY, stream, head(opened, rows), f"{rows} draws")
+            opened.heads.graphs[rows] = self._replay(self._primary, stream, head(opened, rows), f"{rows} draws")

@@ -26,7 +26,7 @@ from engine_core.device.cuda.rows import DeviceRows
 from engine_core.device.cuda.staging import Staging
 from engine_core.ops.cuda.decoder import CudaDecoder
 from engine_core.ops.cuda.kernel import KernelError
-from engine_core.ops.cuda.matmul import Multiply
+from engine_core.ops.cuda.matmul import LaneMatmul
 from engine_core.ops.cuda.prefill import PagedPrefill
 from engine_core.ops.cuda.sampling import Sampler
 from engine_core.step import Lane, RowStart
@@ -64,7 +64,7 @@ class LaneWork:
     """Makes the stream torch's current one; nothing to do for the primary lane's, which always is."""
     staging: Staging
     prefill: PagedPrefill
-    multiply: Multiply
+    multiply: LaneMatmul
     residual: torch.Tensor
     """bf16 [most tokens, H]: the last ragged forward's final rows."""
     picked: list[torch.Tensor]
@@ -98,26 +98,29 @@ class CudaCompute:
         sampler: Sampler,
         rows: DeviceRows,
         masks: MaskStaging,
-        lanes: dict[Lane, LaneWork],
+        works: list[LaneWork],
         heads: Heads,
-        decode: dict[bool, dict[int, Replay]],
+        decode: dict[int | None, dict[int, Replay]],
         row_buckets: list[int],
         chunk_sizes: dict[int, list[int]],
+        lane_sizes: list[int],
         page_table: torch.Tensor,
         close: Callable[[], None],
     ) -> None:
-        """`decode[beside_prefill]`: the decode graphs by bucket of rows. `chunk_sizes`: buckets of chunks' tokens, by
-        bucket of decode rows before them. `close` destroys streams and contexts."""
+        """`works`: the primary lane's, then the prefill lane's by partition. `decode[partition in force]`: the decode
+        graphs by bucket of rows. `chunk_sizes`: buckets of chunks' tokens, by bucket of decode rows before them;
+        `lane_sizes`: of prefill batches. `close` destroys streams and contexts."""
         self._decoder = decoder
         self._sampler = sampler
         self._rows = rows
         self._masks = masks
-        self._lanes = lanes
-        self._primary = lanes[Lane.PRIMARY]
+        self._works = works
+        self._primary = works[0]
         self._heads = heads
         self._decode = decode
         self._row_buckets = row_buckets
         self._chunk_sizes = chunk_sizes
+        self._lane_sizes = lane_sizes
         self._mixed_rows = sorted(rows for rows in chunk_sizes if rows)
         self._page_table = page_table
         self._close = close
@@ -151,6 +154,9 @@ class CudaCompute:
             filled = end
         self._appended.clear()
 
+    def _work(self, batch: Batch) -> LaneWork:
+        return self._primary if batch.lane is Lane.PRIMARY else self._works[1 + (batch.partition or 0)]
+
     # ------------------------------ forward
 
     def forward(self, batch: Batch, ring: int) -> None:
@@ -168,7 +174,7 @@ class CudaCompute:
         fields["slots"][:rows], fields["slots"][rows:bucket] = batch.slots, -1
         fields["positions"][:rows], fields["positions"][rows:bucket] = batch.starts, 0
         self._stage_samples(fields, batch, bucket)
-        staging.replay(self._decode[batch.beside_prefill][bucket], tokens=False)
+        staging.replay(self._decode[batch.partition][bucket], tokens=False)
 
     def _stage_samples(self, fields: dict[str, npt.NDArray[Any]], batch: Batch, bucket: int) -> None:
         """Slots that draw and the position of their newest token: the drawn one stands behind it."""
@@ -179,10 +185,10 @@ class CudaCompute:
         fields["sample_positions"][count:bucket] = 0
 
     def _forward_ragged(self, batch: Batch, ring: int) -> None:
-        lane, decode = self._lanes[batch.lane], batch.decode_rows
+        lane, decode = self._work(batch), batch.decode_rows
         rows = bucket_of(self._mixed_rows, decode) if decode else 0
-        total = int(batch.lengths[decode:].sum())
-        tokens = bucket_of(self._chunk_sizes[rows], total)
+        sizes = self._chunk_sizes[rows] if batch.lane is Lane.PRIMARY else self._lane_sizes
+        tokens = bucket_of(sizes, int(batch.lengths[decode:].sum()))
         fields = lane.staging.begin()
         with lane.current:
             ends = rows + np.cumsum(batch.lengths[decode:], dtype=np.int64)
@@ -233,7 +239,7 @@ class CudaCompute:
 
     def sample(self, batch: Batch, ring: int) -> None:
         count = len(batch.sample_rows)
-        lane = self._lanes[batch.lane]
+        lane = self._work(batch)
         lane.logprobs[ring] = None
         if count == 0:
             return
@@ -274,7 +280,7 @@ class CudaCompute:
         return describe(raw, heads.tokens[index], asked, tops[asked])
 
     def read(self, batch: Batch, ring: int) -> Sampled:
-        lane = self._lanes[batch.lane]
+        lane = self._work(batch)
         tokens = lane.tokens[ring][: len(batch.sample_rows)].numpy().copy()
         if (tokens < 0).any():
             slots = batch.slots[batch.sample_rows][tokens < 0].tolist()
@@ -301,9 +307,9 @@ class CudaCompute:
         self._close()
 
     def _let_go(self) -> None:
-        for lane in self._lanes.values():
-            lane.staging.close()
+        for work in self._works:
+            work.staging.close()
         self._masks.close()
-        self._lanes.clear()
+        self._works.clear()
         self._decode.clear()
         del self._primary, self._heads, self._rows, self._masks, self._sampler, self._decoder

@@ -36,17 +36,20 @@ class Opened:
     device: torch.device
     driver: Driver
     streams: dict[Lane, LaneStream]
-    partition: GreenPartition | None
+    partitions: list[GreenPartition]
     decoder: CudaDecoder
     kernels: CudaKernels
     page_table: torch.Tensor
     tables: SamplingTables
     sampler: Sampler
-    lanes: dict[Lane, LaneWork]
+    works: list[LaneWork]
+    """The primary lane's, then the prefill lane's by partition."""
     heads: Heads
     row_buckets: list[int]
     chunk_sizes: dict[int, list[int]]
     """Buckets of chunks' tokens by bucket of decode rows in the same forward; 0 rows: chunks alone."""
+    lane_sizes: list[int]
+    """Buckets of a prefill batch's tokens."""
     library: CublasLt
     choices: Choices
     sms: int
@@ -64,9 +67,13 @@ class Opened:
     def most_chunk_tokens(self) -> int:
         return self.chunk_sizes[0][-1]
 
-    def sms_of(self, lane: Lane) -> int:
-        """Of the lane's own forwards with chunks; decode beside a prefill keeps to its partition."""
-        return self.sms if self.partition is None or lane is Lane.PRIMARY else self.partition.prefill_sms
+    @property
+    def primary(self) -> LaneWork:
+        return self.works[0]
+
+    @property
+    def prefills(self) -> list[LaneWork]:
+        return self.works[1:]
 
     def multiply(self, sms: int) -> LaneMatmul:
         return LaneMatmul(self.library, self.choices, sms)
@@ -77,10 +84,10 @@ class Opened:
 
 
 def ragged(
-    opened: Opened, lane: Lane, rows: int, tokens: int, attention: DecodeAttention, kv: torch.Tensor
+    opened: Opened, work: LaneWork, rows: int, tokens: int, attention: DecodeAttention, kv: torch.Tensor
 ) -> Callable[[], None]:
     """A forward over `tokens` tokens of chunks, behind `rows` decode rows: 0 on the prefill lane."""
-    work, decoder = opened.lanes[lane], opened.decoder
+    decoder = opened.decoder
     staged, total = work.staging.on_device, rows + tokens
     slots, positions = staged["token_slots"][:total], staged["token_positions"][:total]
 
@@ -92,7 +99,7 @@ def ragged(
     def run() -> None:
         work.staging.copy_in_graph(tokens=True)
         ids = staged["ids"][:total]
-        if lane is Lane.PRIMARY:
+        if work is opened.primary:
             opened.page_table.view(-1).index_copy_(0, staged["targets"], staged["pages"])
         if rows:
             attention.plan(slots[:rows], positions[:rows])
@@ -108,7 +115,7 @@ def decode(
     opened: Opened, bucket: int, attention: DecodeAttention, multiply: Multiply, kv: torch.Tensor
 ) -> Callable[[], None]:
     """One token for each of `bucket` rows; the rows' final states are left where the head reads them."""
-    staging, rows = opened.lanes[Lane.PRIMARY].staging, opened.heads.rows[:bucket]
+    staging, rows = opened.primary.staging, opened.heads.rows[:bucket]
     staged = staging.on_device
     slots, positions = staged["slots"][:bucket], staged["positions"][:bucket]
 
@@ -127,7 +134,7 @@ def decode(
 
 def head(opened: Opened, bucket: int) -> Callable[[], None]:
     """Logits of the head's rows and a draw for each."""
-    primary = opened.lanes[Lane.PRIMARY]
+    primary = opened.primary
     staged = primary.staging.on_device
     slots, positions = staged["sample_slots"][:bucket], staged["sample_positions"][:bucket]
 

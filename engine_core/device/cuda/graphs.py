@@ -43,6 +43,8 @@ CHUNK_SIZES = (
     *(32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1280, 1536, 2048),
     *(3072, 4096, 6144, 8192, 12288, 16384),
 )
+LANE_SIZES = (128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
+"""Tokens of a batch on the prefill lane: fewer sizes, since each partition has graphs of its own."""
 
 
 def mixed_chunk_sizes(rows: int, most: int) -> list[int]:

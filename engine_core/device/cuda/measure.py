@@ -22,47 +22,45 @@ from engine_core.device.cuda.compute import Heads, LaneWork, Replay
 from engine_core.device.cuda.forwards import Opened
 from engine_core.device.cuda.graphs import bucket_of
 from engine_core.ops.cuda.splits import PAGE
-from engine_core.step import Lane, StepTimes
+from engine_core.step import PartitionTimes, StepTimes
 
 _cuda: Any = torch.cuda  # torch's annotations of streams and events are incomplete
 REPEATS = 3
 CONTEXT_ROWS, CONTEXT, LANE_CONTEXT = 32, 2048, 512
+BESIDE_TOKENS = 4096
+"""Of the prefill that decode steps are measured beside."""
 HISTORY = 8192
 IN_SERVICE = 1.15
 """Attention over KV takes so much longer in service than alone: caches are colder, and the card is warmer."""
 
 
-def step_times(opened: Opened, decoding: dict[bool, dict[int, Replay]], total_pages: int) -> StepTimes:
+def step_times(opened: Opened, decoding: dict[int | None, dict[int, Replay]], total_pages: int) -> StepTimes:
     """Every table of `StepTimes`. The device is idle before and after; page tables and inputs are left as they were."""
     meter = _Meter(opened, decoding, total_pages)
-    lone, beside = meter.decode(), meter.beside()
-    context_ns, slowdown = meter.context()
+    context_us = meter.context_us()
     return StepTimes(
-        decode=lone,
-        beside=beside,
+        decode=meter.decode(),
         mixed=meter.mixed(),
-        lane=meter.lane(),
-        context_ns=context_ns,
-        beside_slowdown=slowdown,
+        partitions=[meter.partition(index, context_us) for index in range(len(opened.partitions))],
+        context_ns=IN_SERVICE * 1e3 * context_us,
         history=meter.history(),
     )
 
 
 class _Meter:
-    def __init__(self, opened: Opened, decoding: dict[bool, dict[int, Replay]], total_pages: int) -> None:
+    def __init__(self, opened: Opened, decoding: dict[int | None, dict[int, Replay]], total_pages: int) -> None:
         self._opened = opened
         self._total_pages = total_pages
         self._rows = bucket_of(opened.row_buckets, min(CONTEXT_ROWS, opened.config.max_num_seqs))
         self._decoding = decoding
-        self._primary: LaneWork = opened.lanes[Lane.PRIMARY]
-        self._prefill: LaneWork = opened.lanes[Lane.PREFILL]
+        self._primary: LaneWork = opened.primary
         self._heads: Heads = opened.heads
         self._stage_prompts()
 
     def _stage_prompts(self) -> None:
         """Chunks of different tokens: over equal ones a card draws less power, and is up to a tenth faster."""
         chance = np.random.default_rng(0)
-        for work in (self._primary, self._prefill):
+        for work in self._opened.works:
             with _cuda.stream(work.stream):
                 fields = work.staging.begin()
                 fields["ids"][:] = chance.integers(0, self._opened.model.vocab_size, len(fields["ids"]))
@@ -93,19 +91,7 @@ class _Meter:
         return round(statistics.median(times))
 
     def decode(self) -> list[tuple[int, int]]:
-        return [(rows, self._us(self._step(replay, rows))) for rows, replay in sorted(self._decoding[False].items())]
-
-    def beside(self) -> list[tuple[int, int]]:
-        """While a prefill runs on the lane."""
-        out = []
-        for rows, replay in sorted(self._decoding[True].items()):
-            with self._prefilling():
-                out.append((rows, self._us(self._step(replay, rows), 2)))
-        return out
-
-    def _prefilling(self) -> _Prefilling:
-        tokens = bucket_of(self._opened.chunk_sizes[0], min(4096, self._opened.most_chunk_tokens))
-        return _Prefilling(self._prefill, tokens)
+        return [(rows, self._us(self._step(replay, rows))) for rows, replay in sorted(self._decoding[None].items())]
 
     def mixed(self) -> list[tuple[int, int, int]]:
         out = []
@@ -116,53 +102,68 @@ class _Meter:
                 out.append((rows, tokens, self._us(self._step(self._primary.ragged[rows, tokens], drawn), 1)))
         return out
 
-    def lane(self) -> list[tuple[int, int]]:
+    def context_us(self) -> float:
+        """For each token of KV that decode attention reads."""
+        return self._context_us(lambda: self._us(self._decode_step(None, self._rows)))
+
+    def _context_us(self, step_us: Callable[[], int]) -> float:
+        without = step_us()
+        with self._reading(CONTEXT) as tokens:
+            return max(1, step_us() - without) / tokens
+
+    def _decode_step(self, partition: int | None, rows: int) -> Callable[[], None]:
+        return self._step(self._decoding[partition][rows], rows)
+
+    def partition(self, index: int, lone_context_us: float) -> PartitionTimes:
+        """What decode and prefill take side by side, with that partition in force."""
+        work = self._opened.prefills[index]
+
+        def beside(rows: int, repeats: int) -> int:
+            with self._prefilling(work):
+                return self._us(self._decode_step(index, rows), repeats)
+
+        return PartitionTimes(
+            decode=[(rows, beside(rows, 2)) for rows in sorted(self._decoding[index])],
+            prefill=self._prefill_times(work, self._decode_step(index, self._rows)),
+            slowdown=self._context_us(lambda: beside(self._rows, REPEATS)) / lone_context_us,
+        )
+
+    def _prefilling(self, work: LaneWork) -> _Prefilling:
+        return _Prefilling(work, bucket_of(self._opened.lane_sizes, min(BESIDE_TOKENS, self._opened.lane_sizes[-1])))
+
+    def _prefill_times(self, work: LaneWork, decode: Callable[[], None]) -> list[tuple[int, int]]:
         """Alone on the partition, times what whole decode steps beside it make of a large one: they share memory."""
-        sizes = [tokens for _, tokens in sorted(self._prefill.ragged)]
-        alone = {tokens: self._prefill_us(tokens, beside=False) for tokens in sizes}
-        probe = bucket_of(sizes, min(4096, sizes[-1]))
+        sizes = self._opened.lane_sizes
+        alone = {tokens: self._prefill_us(work, tokens, None) for tokens in sizes}
+        probe = bucket_of(sizes, min(BESIDE_TOKENS, sizes[-1]))
         with self._reading(LANE_CONTEXT):
-            slowdown = self._prefill_us(probe, beside=True) / alone[probe]
+            slowdown = self._prefill_us(work, probe, decode) / alone[probe]
         return [(tokens, round(us * max(1.0, slowdown))) for tokens, us in alone.items()]
 
-    def _prefill_us(self, tokens: int, *, beside: bool) -> int:
+    def _prefill_us(self, work: LaneWork, tokens: int, decode: Callable[[], None] | None) -> int:
         """A prefill on its lane, alone or beside decode steps."""
-        self._plan(self._prefill, 0, tokens)
+        self._plan(work, 0, tokens)
         began = time.perf_counter()
-        with _cuda.stream(self._prefill.stream):
-            self._prefill.ragged[0, tokens]()
-        if beside:
-            self._decode_beside()
-        self._prefill.stream.synchronize()
+        with _cuda.stream(work.stream):
+            work.ragged[0, tokens]()
+        if decode is not None:
+            self._until_done(work, decode)
+        work.stream.synchronize()
         took = time.perf_counter() - began
         self._primary.stream.synchronize()
         return round(1e6 * took)
 
-    def _decode_beside(self) -> None:
-        """Steps until the prefill is done, two in flight: more, and the host would be held up until some have run."""
-        step, ends = self._step(self._decoding[True][self._rows], self._rows), deque[Any]()
+    def _until_done(self, work: LaneWork, decode: Callable[[], None]) -> None:
+        """Decode until the prefill is done, two steps in flight: more, and the host would wait for some to have run."""
+        ends = deque[Any]()
         with _cuda.stream(self._primary.stream):
-            while not self._prefill.stream.query():
+            while not work.stream.query():
                 if len(ends) == 2 and not ends[0].query():
                     continue
-                step()
+                decode()
                 ends.append(self._primary.stream.record_event())
                 if len(ends) > 2:
                     ends.popleft()
-
-    def context(self) -> tuple[float, float]:
-        """(ns for each token of KV that decode attention reads, the same beside a prefill over it)."""
-        without = self._both()
-        with self._reading(CONTEXT) as tokens:
-            within = self._both()
-        lone, beside = (max(1, full - empty) for full, empty in zip(within, without, strict=True))
-        return IN_SERVICE * 1e3 * lone / tokens, beside / lone
-
-    def _both(self) -> tuple[int, int]:
-        """A decode step alone and beside a prefill."""
-        lone = self._us(self._step(self._decoding[False][self._rows], self._rows))
-        with self._prefilling():
-            return lone, self._us(self._step(self._decoding[True][self._rows], self._rows))
 
     @contextmanager
     def _reading(self, context: int) -> Iterator[int]:

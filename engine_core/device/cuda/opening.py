@@ -18,13 +18,21 @@ from engine_core.device.cuda.capture import Capture, tune_products
 from engine_core.device.cuda.compute import CudaCompute, Excursion, Heads, LaneWork
 from engine_core.device.cuda.driver import CudaTable
 from engine_core.device.cuda.forwards import Opened, head, ragged
-from engine_core.device.cuda.graphs import CHUNK_SIZES, DECODE_SIZES, MIXED_ROWS, buckets, mixed_chunk_sizes
+from engine_core.device.cuda.graphs import (
+    CHUNK_SIZES,
+    DECODE_SIZES,
+    LANE_SIZES,
+    MIXED_ROWS,
+    buckets,
+    mixed_chunk_sizes,
+)
 from engine_core.device.cuda.masks import MaskStaging
 from engine_core.device.cuda.measure import step_times
 from engine_core.device.cuda.rows import DeviceRows
 from engine_core.device.cuda.staging import RING, Staging
 from engine_core.device.driver import Driver, Watch
 from engine_core.device.green import SM_ALIGNMENT
+from engine_core.device.lanes import LaneStream
 from engine_core.device.streams import open_streams
 from engine_core.errors import ConfigError
 from engine_core.model_config import ModelConfig, load_model_config
@@ -67,7 +75,7 @@ def open_device(config: WorkerConfig, watch: Watch, progress: Progress) -> Devic
     opened = _open(config, model, ordinal, properties, driver, created, progress)
     max_model_len, kv = _kv_cache(opened, progress)
     compute, times = _compute(opened, kv, created, progress)
-    _cuda.set_stream(opened.lanes[Lane.PRIMARY].stream)
+    _cuda.set_stream(opened.primary.stream)
     return Device(
         driver=driver,
         streams=opened.streams,
@@ -78,6 +86,7 @@ def open_device(config: WorkerConfig, watch: Watch, progress: Progress) -> Devic
         dtype="bfloat16",
         name=f"cuda:{ordinal} {properties.name}",
         lanes=_lane_sizes(opened),
+        partitions=[partition.prefill for partition in opened.partitions],
         timed=True,
         times=times,
     )
@@ -113,7 +122,7 @@ def _open(
     progress: Progress,
 ) -> Opened:
     device = torch.device("cuda", ordinal)
-    streams, partition = open_streams(driver, config.decode_overlap, config.decode_sms, created)
+    streams, partitions = open_streams(driver, config.decode_overlap, config.decode_sms, created)
     shape = HeadShape(model.num_heads, model.num_kv_heads, model.head_dim, config.page_size)
     width, rows = -(-_max_model_len(config, model) // config.page_size), config.max_num_seqs
     page_table = torch.zeros(rows + 1, width, dtype=torch.int32, device=device)
@@ -127,26 +136,30 @@ def _open(
         device=device,
         driver=driver,
         streams=streams,
-        partition=partition,
+        partitions=partitions,
         decoder=decoder,
         kernels=kernels,
         page_table=page_table,
         tables=tables,
         sampler=Sampler(tables, rows, kernels),
-        lanes={},
+        works=[],
         heads=Heads(
             torch.zeros(rows, model.hidden_size, dtype=torch.bfloat16, device=device),
             torch.zeros(rows, dtype=torch.int32, device=device),
         ),
         row_buckets=buckets(rows, DECODE_SIZES),
         chunk_sizes=_chunk_sizes(config),
+        lane_sizes=buckets(config.max_num_batched_tokens, LANE_SIZES),
         library=library,
         choices=Choices(choices_file(CODE_FOLDER, properties.name, library.version)),
         sms=library.sms,
     )
     progress("prepare prefill attention", 0, 1)
-    for lane in streams:
-        opened.lanes[lane] = _lane(opened, lane, width)
+    opened.works.append(_work(opened, streams[Lane.PRIMARY], opened.sms, width))
+    prefills = [(partition.prefill, partition.prefill_sms) for partition in partitions]
+    if Lane.PREFILL in streams and not partitions:
+        prefills = [(streams[Lane.PREFILL], opened.sms)]
+    opened.works += [_work(opened, target, sms, width) for target, sms in prefills]
     progress("prepare prefill attention", 1, 1)
     return opened
 
@@ -188,9 +201,9 @@ def _rope(model: ModelConfig, positions: int) -> torch.Tensor:
 
 
 def _lane_sizes(opened: Opened) -> LaneSizes:
-    if opened.partition is None:
+    if not opened.partitions:
         return LaneSizes(opened.sms, opened.sms if Lane.PREFILL in opened.streams else 0, SM_ALIGNMENT)
-    return LaneSizes(opened.partition.decode_sms, opened.partition.prefill_sms, SM_ALIGNMENT)
+    return LaneSizes(opened.partitions[-1].decode_sms, opened.partitions[-1].prefill_sms, SM_ALIGNMENT)
 
 
 def _max_model_len(config: WorkerConfig, model: ModelConfig) -> int:
@@ -200,15 +213,16 @@ def _max_model_len(config: WorkerConfig, model: ModelConfig) -> int:
     return wanted
 
 
-def _lane(opened: Opened, lane: Lane, width: int) -> LaneWork:
+def _work(opened: Opened, target: LaneStream, sms: int, width: int) -> LaneWork:
+    """Of the primary lane first."""
     config, device, rows = opened.config, opened.device, opened.config.max_num_seqs
-    stream = _cuda.ExternalStream(int(opened.streams[lane].stream))
+    stream, primary = _cuda.ExternalStream(int(target.stream)), not opened.works
     rings = config.async_depth + 1
     chunks = min(rows, MAX_CHUNKS)
     with _cuda.stream(stream):
         staging = Staging(
             opened.driver,
-            opened.streams[lane],
+            target,
             rows,
             opened.most_tokens,
             device,
@@ -218,19 +232,19 @@ def _lane(opened: Opened, lane: Lane, width: int) -> LaneWork:
             opened.shape,
             PrefillLimits(chunks, opened.most_chunk_tokens, chunks * width),
             opened.scale,
-            LaneSms(opened.sms, opened.sms_of(lane)),
+            LaneSms(opened.sms, sms),
             opened.kernels,
             device,
             rings=rings,
-            branch=_cuda.Stream() if lane is Lane.PRIMARY else None,
+            branch=_cuda.Stream() if primary else None,
         )
         hidden = opened.model.hidden_size
         work = LaneWork(
             stream=stream,
-            current=nullcontext() if lane is Lane.PRIMARY else Excursion(stream, opened.lanes[Lane.PRIMARY].stream),
+            current=nullcontext() if primary else Excursion(stream, opened.primary.stream),
             staging=staging,
             prefill=prefill,
-            multiply=opened.multiply(opened.sms_of(lane)),
+            multiply=opened.multiply(sms),
             residual=torch.zeros(opened.most_tokens, hidden, dtype=torch.bfloat16, device=device),
             picked=[torch.zeros(rows, hidden, dtype=torch.bfloat16, device=device) for _ in range(rings)],
             tokens=[torch.zeros(rows, dtype=torch.int32, pin_memory=True) for _ in range(rings)],
@@ -252,12 +266,12 @@ def _kv_cache(opened: Opened, progress: Progress) -> tuple[int, torch.Tensor]:
     _cuda.reset_peak_memory_stats()
     before = _cuda.memory_allocated()
     attention = opened.attention(opened.sms)
-    for lane, work in opened.lanes.items():
-        rows = max(opened.chunk_sizes) if lane is Lane.PRIMARY else 0
+    for work in opened.works:
+        rows = max(opened.chunk_sizes) if work is opened.primary else 0
         with _cuda.stream(work.stream):
-            ragged(opened, lane, rows, opened.most_chunk_tokens, attention, small)()
+            ragged(opened, work, rows, opened.most_chunk_tokens, attention, small)()
         work.stream.synchronize()
-    with _cuda.stream(opened.lanes[Lane.PRIMARY].stream):
+    with _cuda.stream(opened.primary.stream):
         head(opened, opened.row_buckets[-1])()
     _cuda.synchronize()
     activations = _cuda.max_memory_allocated() - before
@@ -267,7 +281,7 @@ def _kv_cache(opened: Opened, progress: Progress) -> tuple[int, torch.Tensor]:
     memory = config.kv_cache_memory
     if memory is None:
         free, total = _cuda.mem_get_info()
-        reserve = 2 * activations * (len(opened.lanes) + 1) + RESERVE_BYTES
+        reserve = 2 * activations * (len(opened.streams) + 1) + RESERVE_BYTES
         memory = int(total * config.gpu_memory_utilization) - (total - free) - reserve
     pages = memory // page_bytes
     wanted, fits = _max_model_len(config, model), pages * config.page_size
@@ -299,11 +313,12 @@ def _compute(
         sampler=opened.sampler,
         rows=DeviceRows(opened.tables, opened.sampler, opened.page_table),
         masks=_mask_staging(opened),
-        lanes=opened.lanes,
+        works=opened.works,
         heads=opened.heads,
         decode=decoding,
         row_buckets=opened.row_buckets,
         chunk_sizes=opened.chunk_sizes,
+        lane_sizes=opened.lane_sizes,
         page_table=opened.page_table,
         close=created.pop_all().close,
     )
