@@ -1,7 +1,8 @@
 """How many prompt tokens a step computes, and on which lane: pure functions of the load and of measured step times.
 
 Owns the choice that `--decode-overlap` names. `off`, `stream` and `green` are fixed; `auto` asks `StepTimes` what each
-way would take and picks the one that finishes the prompt soonest while decode rows keep their target:
+way would take and picks the one that finishes the prompt soonest while decode rows keep their target, among nearly
+equal ones the gentlest to decode:
 
 * no decode rows: the whole GPU, in chunks that soon let the first rows decode;
 * a chunk in the decode rows' own forward, of the largest size whose step stays within the target;
@@ -36,6 +37,9 @@ TTFT_TARGET_MS = 400.0
 """Without `--ttft-target-ms` and `--itl-target-ms`: how long prompts may take, all that wait together."""
 MARGIN = 0.96
 """Of the target, for what the model doesn't know."""
+TIE = 1.12
+"""Ways that take up to so many times as long as the fastest count as equal: the one with the shortest decode step is
+taken."""
 DELIVERY_US = 16.0
 """A step's tokens go out one row after another: for each row clients may see so much more than the step."""
 
@@ -59,6 +63,17 @@ class Choice:
     way: Way
     partition: int = 0
     """In force beside a batch on the lane."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Prospect:
+    """What comes of a choice."""
+
+    us: float
+    """Until the prompts that wait are computed."""
+    step_us: float
+    """Of a decode step meanwhile."""
+    choice: Choice
 
 
 class PrefillPolicy(Protocol):
@@ -105,12 +120,17 @@ class AutoPolicy:
         target = MARGIN * self.target(load) - DELIVERY_US * load.rows
         chunk, ways = self._best_chunk(load, target), []
         if chunk is not None:
-            ways.append((self._kept_us(load, chunk, target), Choice(chunk, Way.MIXED)))
-        for partition in self.model.partitions:
-            if self.model.beside(load, partition) <= target:
-                ways.append(self._lane(load, partition))
-        us, choice = min(ways or [self._gentlest(load)], key=lambda way: way[0])
-        return choice if us <= self._patience_us else self._patient(load, choice, us)
+            ways.append(
+                _Prospect(self._kept_us(load, chunk, target), self.model.mixed(load, chunk), Choice(chunk, Way.MIXED))
+            )
+        lanes = [self._lane(load, partition) for partition in self.model.partitions]
+        ways += [lane for lane in lanes if lane.step_us <= target]
+        way = self._best(ways) if ways else self._gentlest(load)
+        return way.choice if way.us <= self._patience_us else self._patient(load, way)
+
+    def _best(self, ways: list[_Prospect]) -> _Prospect:
+        soon = TIE * min(way.us for way in ways)
+        return min((way for way in ways if way.us <= soon), key=lambda way: way.step_us)
 
     def target(self, load: Load) -> float:
         """What a decode step may take."""
@@ -145,16 +165,17 @@ class AutoPolicy:
             us += load.remaining / 2 / tokens * self.model.mixed(there, tokens)
         return max(us, self.model.mixed(load, chunk))
 
-    def _gentlest(self, load: Load) -> tuple[float, Choice]:
+    def _gentlest(self, load: Load) -> _Prospect:
         """The way with the shortest decode step."""
         smallest = self.model.sizes(load.rows)[0]
-        gentlest = min(self.model.partitions, key=lambda partition: self.model.beside(load, partition))
-        if self.model.beside(load, gentlest) < self.model.mixed(load, smallest):
-            return self._lane(load, gentlest)
-        return self._mixed_us(load, smallest), Choice(smallest, Way.MIXED)
+        step_us = self.model.mixed(load, smallest)
+        mixed = _Prospect(self._mixed_us(load, smallest), step_us, Choice(smallest, Way.MIXED))
+        lanes = [self._lane(load, partition) for partition in self.model.partitions]
+        return min((mixed, *lanes), key=lambda way: way.step_us)
 
-    def _patient(self, load: Load, choice: Choice, us: float) -> Choice:
+    def _patient(self, load: Load, way: _Prospect) -> Choice:
         """The smallest chunk with which nobody waits too long, or else the one that works the backlog off fastest."""
+        choice, us = way.choice, way.us
         for tokens in self.model.sizes(load.rows):
             took = self._mixed_us(load, tokens)
             if took < us:
@@ -168,11 +189,11 @@ class AutoPolicy:
         steps = -(-load.remaining // tokens)
         return steps * self.model.mixed(replace(load, history=load.history + load.first // 2), tokens)
 
-    def _lane(self, load: Load, partition: int) -> tuple[float, Choice]:
+    def _lane(self, load: Load, partition: int) -> _Prospect:
         """Until the prompts are computed on the prefill lane and the last has joined the decode rows."""
         most = min(max(load.first, LANE_TOKENS), self._token_budget)
         tokens = min(load.remaining, most)
         beside, batches = self.model.beside(load, partition), -(-load.remaining // tokens)
         # A complete batch waits for the decode step in flight; another follows it, and carries no further batch.
         us = batches * (self.model.batch(load, tokens, partition) + beside) + beside
-        return us, Choice(most, Way.LANE, partition)
+        return _Prospect(us, beside, Choice(most, Way.LANE, partition))

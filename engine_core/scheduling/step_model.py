@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from engine_core.step import PartitionTimes, StepTimes
+from engine_core.step import StepTimes
 
 LEARNING = 0.15
 """Weight of a new observation in a correction."""
@@ -66,10 +66,10 @@ class StepModel:
 
     def __init__(self, times: StepTimes, token_budget: int) -> None:
         self._times = times
-        self._rows = [rows for rows, _ in times.decode]
-        self._decode = [us for _, us in times.decode]
-        self._history_tokens = [tokens for tokens, _ in times.history]
-        self._history_ns = [ns for _, ns in times.history]
+        self._decode = _columns(times.decode)
+        self._beside = [_columns(partition.decode) for partition in times.partitions]
+        self._prefill = [_columns(partition.prefill) for partition in times.partitions]
+        self._history_ns = _columns(times.history)
         self._mixed: dict[int, list[tuple[int, int]]] = {}
         for rows, tokens, us in times.mixed:
             sizes = self._mixed.setdefault(rows, [])
@@ -82,21 +82,17 @@ class StepModel:
     def partitions(self) -> range:
         return range(len(self._times.partitions))
 
-    def _partition(self, partition: int) -> PartitionTimes:
-        return self._times.partitions[partition]
-
     def sizes(self, rows: int) -> list[int]:
         """Tokens of the chunks that can stand beside so many decode rows, ascending."""
         return [tokens for tokens, _ in self._sizes(rows)]
 
     def decode(self, load: Load) -> float:
-        us = self._table(self._decode, load.rows) + self._reading(load)
+        us = _at_least(self._decode, load.rows) + self._reading(load)
         return self._corrections[Work.DECODE] * us
 
     def beside(self, load: Load, partition: int) -> float:
-        times = self._partition(partition)
-        us = self._table([us for _, us in times.decode], load.rows) + self._reading(load) * times.slowdown
-        return self._corrections[Work.BESIDE] * us
+        us = _at_least(self._beside[partition], load.rows)
+        return self._corrections[Work.BESIDE] * (us + self._reading(load) * self._times.partitions[partition].slowdown)
 
     def mixed(self, load: Load, tokens: int) -> float:
         us = next(us for size, us in self._sizes(load.rows) if size >= tokens)
@@ -104,8 +100,7 @@ class StepModel:
 
     def batch(self, load: Load, tokens: int, partition: int) -> float:
         """In proportion to its tokens above the largest size."""
-        times = self._partition(partition).prefill
-        us = _beyond([size for size, _ in times], [us for _, us in times], tokens)
+        us = _beyond(self._prefill[partition], tokens)
         return self._corrections[Work.BATCH] * (us + self._history(load, tokens))
 
     def observe(self, observed: Observed) -> None:
@@ -130,20 +125,32 @@ class StepModel:
                 return self.mixed(load, tokens)
         return None
 
-    def _table(self, times: list[int], rows: int) -> float:
-        return times[min(bisect_left(self._rows, rows), len(times) - 1)]
-
     def _reading(self, load: Load) -> float:
         return self._times.context_ns * 1e-3 * load.context
 
     def _history(self, load: Load, tokens: int) -> float:
-        return _beyond(self._history_tokens, self._history_ns, tokens) * 1e-3 * load.history
+        return _beyond(self._history_ns, tokens) * 1e-3 * load.history
 
     def _sizes(self, rows: int) -> list[tuple[int, int]]:
         return self._mixed[self._mixed_rows[min(bisect_left(self._mixed_rows, rows), len(self._mixed_rows) - 1)]]
 
 
-def _beyond(sizes: list[int], values: Sequence[float], size: int) -> float:
+Table = tuple[list[int], list[float]]
+"""Sizes, ascending, and what each takes."""
+
+
+def _columns(rows: Sequence[tuple[int, float]]) -> Table:
+    return [size for size, _ in rows], [value for _, value in rows]
+
+
+def _at_least(table: Table, size: int) -> float:
+    """The value of the smallest size that is no smaller, or of the largest."""
+    sizes, values = table
+    return values[min(bisect_left(sizes, size), len(sizes) - 1)]
+
+
+def _beyond(table: Table, size: int) -> float:
     """The value of the smallest size that is no smaller; in proportion above the largest."""
+    sizes, values = table
     index = bisect_left(sizes, size)
     return values[index] if index < len(values) else values[-1] * size / sizes[-1]

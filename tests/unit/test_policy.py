@@ -115,9 +115,9 @@ def test_the_lane_takes_prompts_one_after_another() -> None:
 
 
 def test_what_a_chunk_size_leaves_is_no_whole_step() -> None:
-    """At 8.9 ms 3970 tokens take 31 steps of 128 and one of 2: 187.5 ms. A lane that takes 188.4 ms with its join
-    isn't sooner, as it would be against 32 whole steps (189.4). Red when the last step counts as a full one."""
-    times = replace(partitioned(decode_us=5000, prefill_us=178_400), history=[(32, 0.0)])
+    """At 8.9 ms 3970 tokens take 31 steps of 128 and one of 2: 187.5 ms. A lane that takes 211 ms with its join isn't
+    nearly as soon, as it would be against 32 whole steps (189.4). Red when the last step counts as a full one."""
+    times = replace(partitioned(decode_us=5000, prefill_us=201_000), history=[(32, 0.0)])
     assert auto(8.9, times).choose(Load(16, 0, 3970, 3970, 0)).way is Way.MIXED
 
 
@@ -176,7 +176,7 @@ def test_every_choice_can_be_carried_out(
 
 
 def test_the_partition_that_finishes_prompts_soonest_within_the_target() -> None:
-    """The first partition takes 125 ms for 4096 tokens beside decode steps of 4.7 ms, the second 137 ms beside 4.2.
+    """The first partition takes 134 ms for 4096 tokens beside decode steps of 4.7 ms, the second 158 ms beside 4.2.
     Red when a partition is taken that breaks the target, or the slower of two that keep it."""
     times, slow = pretended_times(64, 2), 9
     times = replace(times, mixed=[(rows, tokens, slow * us) for rows, tokens, us in times.mixed])
@@ -194,3 +194,22 @@ def test_each_partition_is_observed_as_itself() -> None:
             model.observe(Observed(work, load(), 2048, round(us), partition))
         after = model.beside(load(), partition), model.batch(load(), 2048, partition)
         assert after == pytest.approx(before, rel=1e-3)
+
+
+def test_of_nearly_equal_ways_the_gentlest_to_decode() -> None:
+    """Red when some ms of a prompt's time outweigh decode steps that take a tenth longer throughout."""
+    times = pretended_times(64, 2)
+    first, second = times.partitions
+    nearly = replace(second, prefill=[(tokens, round(1.09 * us)) for tokens, us in first.prefill])
+    times = replace(
+        times, partitions=[first, nearly], mixed=[(rows, tokens, 9 * us) for rows, tokens, us in times.mixed]
+    )
+    assert auto(6.0, times).choose(load()) == Choice(BUDGET, Way.LANE, 1)
+
+
+def test_rows_between_two_measured_counts_take_what_the_larger_does() -> None:
+    """Red when a partition's times are looked up by another table's rows."""
+    times = pretended_times(64)
+    (only,) = times.partitions
+    few = replace(times, partitions=[replace(only, decode=[(1, 4000), (64, 6000)])])
+    assert auto(times=few).model.beside(load(2), 0) == auto(times=few).model.beside(load(64), 0) == 6000

@@ -27,9 +27,13 @@ from engine_core.step import PartitionTimes, StepTimes
 _cuda: Any = torch.cuda  # torch's annotations of streams and events are incomplete
 REPEATS = 3
 CONTEXT_ROWS, CONTEXT, LANE_CONTEXT = 32, 2048, 512
-BESIDE_TOKENS = 4096
+BESIDE_TOKENS = 2048
 """Of the prefill that decode steps are measured beside."""
-HISTORY = 8192
+BESIDE_ROWS = (1, 4, 16, 32, 64, 128, 256, 512)
+"""And rows of those steps, as far as there are so many; the next larger speak for others."""
+MOST_HISTORY_TOKENS = 512
+"""Of chunks whose time behind a history is measured; larger ones take in proportion."""
+HISTORY = 4096
 IN_SERVICE = 1.15
 """Attention over KV takes so much longer in service than alone: caches are colder, and the card is warmer."""
 
@@ -123,10 +127,14 @@ class _Meter:
                 return self._us(self._decode_step(index, rows), repeats)
 
         return PartitionTimes(
-            decode=[(rows, beside(rows, 2)) for rows in sorted(self._decoding[index])],
+            decode=[(rows, beside(rows, 2)) for rows in self._beside_rows()],
             prefill=self._prefill_times(work, self._decode_step(index, self._rows)),
             slowdown=self._context_us(lambda: beside(self._rows, REPEATS)) / lone_context_us,
         )
+
+    def _beside_rows(self) -> list[int]:
+        rows = self._opened.row_buckets
+        return [count for count in rows if count in BESIDE_ROWS or count == rows[-1]]
 
     def _prefilling(self, work: LaneWork) -> _Prefilling:
         return _Prefilling(work, bucket_of(self._opened.lane_sizes, min(BESIDE_TOKENS, self._opened.lane_sizes[-1])))
@@ -191,7 +199,7 @@ class _Meter:
         room = self._opened.page_table.shape[1] * PAGE
         out = []
         for rows, tokens in sorted(self._primary.ragged):
-            if rows == 0:
+            if rows == 0 and tokens <= MOST_HISTORY_TOKENS:
                 history = max(0, min(HISTORY, room - tokens))
                 short, long = (self._chunk_us(start, tokens) for start in (0, history))
                 out.append((tokens, IN_SERVICE * 1e3 * max(0, long - short) / max(1, history)))
