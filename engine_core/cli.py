@@ -82,7 +82,7 @@ FLAGS = (
         "itl_target_ms",
         float,
         "MS",
-        "what a decode step may take beside prefill, for auto; default: twice its lone pace",
+        "what a decode step may take beside prefill, for auto; default: twice what it takes alone",
     ),
     Flag(
         "ttft_target_ms",

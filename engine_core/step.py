@@ -11,7 +11,7 @@ import enum
 
 import msgspec
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 """Of everything in this file and in `executor/channel.py`; both ends refuse any other."""
 MAX_CHUNKS = 32
 """Chunks of one plan: what a worker plans attention for, whose host cost grows with it."""

@@ -155,12 +155,13 @@ class FrameChannel:
         self._received = 0
 
     def send(self, body: Body) -> None:
-        """Number, encode and queue one frame. Raises ProtocolViolation for a frame beyond the size limit."""
-        self._sent += 1
-        data = self._encoder.encode(Frame(WIRE_VERSION, self._sent, body))
+        """Number, encode and queue one frame. Raises ProtocolViolation for a frame beyond the size limit, or which the
+        peer leaves no room for. Such a frame takes no number: what is sent after it, to say so, still fits."""
+        data = self._encoder.encode(Frame(WIRE_VERSION, self._sent + 1, body))
         if len(data) > MAX_FRAME_BYTES:
             raise ProtocolViolation(f"a frame of {len(data)} bytes would exceed the limit of {MAX_FRAME_BYTES}")
         self._socket.send(data)
+        self._sent += 1
 
     def receive(self) -> Body | None:
         """The next frame's body, or None. Raises ProtocolViolation for anything but the expected next frame."""

@@ -34,7 +34,6 @@ from engine_core.executor.channel import (
     Forget,
     FrameChannel,
     Hello,
-    Loading,
     Plan,
     Prepare,
     Prepared,
@@ -50,6 +49,7 @@ from engine_core.log import LEVELS, configure, event
 from engine_core.model_config import load_model_config
 from engine_core.worker.constraints import open_grammars
 from engine_core.worker.inputs import RowTables
+from engine_core.worker.loading import LoadingReports
 from engine_core.worker.runner import Runner
 from engine_core.worker.step_log import NO_STEP_LOG, StepLog, open_step_log
 from engine_core.worker.unconstrained import UNCONSTRAINED, Constraints
@@ -257,9 +257,7 @@ def _serve(frames: ZmqFrames, channel: FrameChannel, rank: int, control_fd: int 
     watchdog = Watchdog(config.gpu_wait_timeout, fail_stop.abort)
     started = time.monotonic()
     try:
-        device = device_opener(config.device)(
-            config, watchdog, lambda what, done, total: channel.send(Loading(what, done, total))
-        )
+        device = device_opener(config.device)(config, watchdog, LoadingReports(channel.send, time.monotonic))
         step_log = _step_log(config, device, rank)
         wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         opened = _constraints(config, device, wake_fd)

@@ -112,3 +112,27 @@ def test_frames_have_a_size_limit_both_ways(monkeypatch: pytest.MonkeyPatch) -> 
         received(frame(1, Farewell("x" * 200)))
     with pytest.raises(ProtocolViolation, match="would exceed the limit of 100"):
         FrameChannel(Wire()).send(Farewell("x" * 200))
+
+
+class FullWire(Wire):
+    """Has no room for one frame."""
+
+    full = False
+
+    def send(self, data: bytes) -> None:
+        if self.full:
+            self.full = False
+            raise ProtocolViolation("the peer doesn't read")
+        super().send(data)
+
+
+def test_a_frame_that_had_no_room_takes_no_number() -> None:
+    """Red when the farewell that tells why is itself taken for a gap, and the cause is lost."""
+    wire = FullWire()
+    sender, receiver = FrameChannel(wire), FrameChannel(wire)
+    sender.send(Hello(0, 1))
+    wire.full = True
+    with pytest.raises(ProtocolViolation, match="doesn't read"):
+        sender.send(Loading("load weights", 1, 2))
+    sender.send(Farewell("the peer doesn't read"))
+    assert [receiver.receive(), receiver.receive()] == [Hello(0, 1), Farewell("the peer doesn't read")]
