@@ -19,11 +19,12 @@ import numpy.typing as npt
 
 from engine_core.device.base import Int32
 from engine_core.device.driver import Status
+from engine_core.device.green import AUTO_DECODE_SMS
 
 Answer = TypeVar("Answer", bound=tuple[Any, ...])
 HOST = 0
-MAX_THREADS = 4
-"""The host and up to three streams."""
+MAX_THREADS = 2 + 2 * len(AUTO_DECODE_SMS)
+"""The host and the streams of `auto`: the primary lane's, and both of each partition."""
 Ticks = npt.NDArray[np.int64]
 
 

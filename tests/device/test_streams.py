@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from engine_core.config import WorkerConfig
 from engine_core.device.base import Batch
 from engine_core.device.driver import EVENT_FLAGS, STREAM_NON_BLOCKING, Driver
 from engine_core.device.fail_stop import Unbounded
+from engine_core.device.fake import open_device
 from engine_core.device.fake_driver import FakeTable
 from engine_core.device.green import AUTO_DECODE_SMS
 from engine_core.device.streams import open_streams
 from engine_core.errors import ConfigError, ProtocolViolation
 from engine_core.step import Lane, PrefillChunk
+from engine_core.worker.worker import build_runner
 from tests.device.rig import RunnerRig, Script, plan, row
 
 IDS = [5, 6, 7, 8, 9, 10]
@@ -60,6 +65,42 @@ def test_l1_auto_has_several_partitions_and_green_one() -> None:
             assert [partition.decode_sms for partition in partitions] == sms
             assert streams[Lane.PREFILL] is partitions[-1].prefill
         assert not any(stream.alive for stream in table.streams)
+
+
+def unbroken(what: str, error: BaseException | None) -> NoReturn:
+    pytest.fail(f"{what}: {error}")
+
+
+def test_the_fake_device_runs_a_prefill_on_every_partition_of_auto() -> None:
+    """Red when the simulated GPU has clocks for fewer streams than `auto` opens: batches of the last partition fail."""
+    config = WorkerConfig(
+        model=str(Path(__file__).parents[1] / "fixtures" / "tiny-qwen3-austen"),
+        device="fake",
+        dtype="auto",
+        load_format="dummy",
+        max_model_len=128,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        page_size=4,
+        kv_cache_memory=1 << 20,
+        gpu_memory_utilization=0.9,
+        async_depth=2,
+        decode_overlap="auto",
+        decode_sms=None,
+        threads=1,
+        gpu_wait_timeout=60.0,
+        crash_dir=None,
+    )
+    device = open_device(config, Unbounded(), lambda what, done, total: None)
+    runner = build_runner(device, config, unbroken, lambda: 0.0)
+    assert len(device.partitions) == len(AUTO_DECODE_SMS)
+    for partition in range(len(device.partitions)):
+        step, slot = 2 * partition + 1, partition
+        start, chunk = row(slot, IDS, [2 * slot, 2 * slot + 1]), PrefillChunk(slot, 0, len(IDS), True)
+        runner.launch(plan(step, starts=[start], chunks=[chunk], lane=True, partition=partition))
+        runner.launch(plan(step + 1))
+        (prefill,) = [prefill for result in runner.collect() for prefill in result.prefills]
+        assert (prefill.step, prefill.error, len(prefill.tokens)) == (step, None, 4)
 
 
 def test_l1_no_decode_sms_is_refused_like_any_other_impossible_split() -> None:
