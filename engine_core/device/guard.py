@@ -7,6 +7,7 @@ go of what was deferred, then raise; and abort when synchronization can't be pro
 from __future__ import annotations
 
 import enum
+import logging
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,10 @@ from engine_core.device.driver import Abort, DriverError
 from engine_core.device.drop_queue import DropQueue
 from engine_core.device.lanes import Lanes, NotIdle
 from engine_core.errors import ProtocolViolation, describe_chain
+from engine_core.log import event
 from engine_core.step import Lane
+
+log = logging.getLogger("greenlane.worker")
 
 
 class Ownership(enum.Enum):
@@ -86,7 +90,9 @@ class LaunchGuard:
             _clear_frames(error)
             for work in works:
                 work.to(Ownership.FAILED)
-            raise WorkFailed(f"{what} failed: {describe_chain(error)}") from None
+            failed = f"{what} failed: {describe_chain(error)}"
+            event(log, logging.ERROR, "work_failed", cause=failed)
+            raise WorkFailed(failed) from None
 
     def quiesce(self, what: str, first: BaseException | None = None) -> None:
         """Prove every lane idle, then release what was deferred; abort when that can't be proven (rules O1, O9)."""
