@@ -46,6 +46,24 @@ def prefill_with_decode(sim: Sim) -> None:
         sim.turn(prefill=0)
 
 
+def joins_in_flight(sim: Sim) -> None:
+    """The prefill is complete while steps behind it are in flight: its result travels with the newest of them.
+
+    At depth 1 there are none.
+    """
+    sim.add(1, list(range(6)), 12)
+    sim.turn()
+    sim.add(2, list(range(40, 52)), 2)
+    sim.turn(prefill=0)
+    sim.step_engine()
+    sim.step_worker()
+    sim.run_stream(Lane.PREFILL, 99)
+    for _ in range(6):
+        sim.run_stream(Lane.PRIMARY, 1)
+        sim.step_worker()
+        sim.step_engine()
+
+
 def last_decoder_retires(sim: Sim) -> None:
     """The only decode row ends while the prefill is still running."""
     sim.add(1, list(range(6)), 5)
@@ -125,6 +143,7 @@ def shutdown_when(state: BatchState | None) -> Callable[[Sim], None]:
 
 SCENARIOS = (
     Scenario(prefill_with_decode),
+    Scenario(joins_in_flight),
     Scenario(last_decoder_retires),
     Scenario(abort_in_flight, pages=12),
     Scenario(lost_result, loses_result=True),
