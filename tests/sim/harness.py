@@ -30,7 +30,7 @@ from engine_core.scheduling.scheduler import Scheduler
 from engine_core.scheduling.step_model import Load, Observed
 from engine_core.step import Lane
 from tests.sim.executor import SimExecutor
-from tests.sim.rank import CONTEXT, PAGE, SLOTS, VOCAB, DriverFaults, Rank
+from tests.sim.rank import CONTEXT, PAGE, PARTITIONS, SLOTS, VOCAB, DriverFaults, Rank
 
 SHUT_DOWN = "shut down"
 NOW = 0.0
@@ -38,7 +38,8 @@ EOS = 3
 
 
 class TakingTurns:
-    """A policy as changeable as `auto` can get: a small chunk mixed in, a batch on the lane, a large chunk, …"""
+    """A policy as changeable as `auto` can get: a small chunk mixed in, a batch on the lane with one partition, then
+    with another, a large chunk, …"""
 
     def __init__(self, budget: int) -> None:
         self._budget = budget
@@ -48,7 +49,8 @@ class TakingTurns:
         if not load.rows:
             return Choice(self._budget, Way.ALONE)
         self._asked += 1
-        ways = (Choice(3, Way.MIXED), Choice(self._budget, Way.LANE), Choice(self._budget - load.rows, Way.MIXED))
+        lanes = (Choice(self._budget, Way.LANE, partition) for partition in range(PARTITIONS))
+        ways = (Choice(3, Way.MIXED), *lanes, Choice(self._budget - load.rows, Way.MIXED))
         return ways[self._asked % len(ways)]
 
     def observe(self, observed: Observed) -> None:

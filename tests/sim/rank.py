@@ -34,6 +34,8 @@ from engine_core.worker.worker import Worker
 PAGE, SLOTS, CONTEXT, VOCAB = 4, 6, 96, 997
 WAIT_TIMEOUT = 100.0
 ALL_ALLOWED = mask_words(np.arange(VOCAB), VOCAB)
+PARTITIONS = 2
+"""Of auto."""
 HANG = -1
 """Status of a call that never returns: the watchdog ends the process. A query that hangs says "not ready"."""
 
@@ -208,7 +210,7 @@ class ScriptedMasks(Unconstrained):
 
 
 class Rank:
-    """A worker. `overlap`: off, stream or green."""
+    """A worker. `overlap`: off, stream, green, or auto, which has PARTITIONS."""
 
     def __init__(
         self, *, overlap: str, depth: int, pages: int, faults: DriverFaults, in_time: Sequence[bool] = (True,)
@@ -236,6 +238,7 @@ class Rank:
             max_model_len=CONTEXT,
             vocab_size=VOCAB,
             rings=depth + 1,
+            partitions=[target.stream for target in self.partitions],
         )
         self.compute.rank = self
         self.drops = DropQueue()
@@ -251,6 +254,7 @@ class Rank:
                 max_num_seqs=SLOTS, max_model_len=CONTEXT, page_size=PAGE, total_pages=pages, vocab_size=VOCAB
             ),
             async_depth=depth,
+            partitions=self.partitions,
             now=lambda: 0.0,
             constraints=self.masks,
         )
@@ -261,22 +265,29 @@ class Rank:
         script.serving = True
 
     def _open_streams(self, overlap: str) -> tuple[dict[Lane, Any], dict[Lane, LaneStream]]:
+        self.partitions: list[LaneStream] = []
         _, primary = self.table.stream_create(0, 0)
         if overlap == "off":
             return {Lane.PRIMARY: primary}, {Lane.PRIMARY: LaneStream(primary)}
-        if overlap == "green":
-            _, context = self.table.green_ctx_create("descriptor")
-            _, prefill = self.table.green_ctx_stream_create(context, 0, 0)
+        if overlap == "stream":
+            prefill = LaneStream(self.table.stream_create(0, 0)[1])
+        elif overlap == "green":
+            prefill = self._green_stream()
         else:
-            context = None
-            _, prefill = self.table.stream_create(0, 0)
-        lanes = {Lane.PRIMARY: LaneStream(primary), Lane.PREFILL: LaneStream(prefill, context)}
-        return {Lane.PRIMARY: primary, Lane.PREFILL: prefill}, lanes
+            self.partitions = [self._green_stream() for _ in range(PARTITIONS)]
+            prefill = self.partitions[-1]
+        lanes = {Lane.PRIMARY: LaneStream(primary), Lane.PREFILL: prefill}
+        return {Lane.PRIMARY: primary, Lane.PREFILL: prefill.stream}, lanes
+
+    def _green_stream(self) -> LaneStream:
+        _, context = self.table.green_ctx_create("descriptor")
+        _, stream = self.table.green_ctx_stream_create(context, 0, 0)
+        return LaneStream(stream, context)
 
     @property
     def busy(self) -> bool:
         """Work is on a stream that hasn't run."""
-        return any(stream.queue for stream in self.streams.values())
+        return any(stream.queue for stream in self.table.streams)
 
     def abort(self, what: str, error: BaseException | None = None) -> Any:
         if self.abort_cause is None:
@@ -297,8 +308,10 @@ class Rank:
             self.dead = True
 
     def run_stream(self, lane: Lane, count: int) -> None:
-        if lane in self.streams:
-            self.table.run(self.streams[lane], count)
+        primary = self.streams[Lane.PRIMARY]
+        for stream in self.table.streams:
+            if (stream is primary) is (lane is Lane.PRIMARY):
+                self.table.run(stream, count)
 
     def shut_down(self) -> None:
         """Leave in good order, as far as that is possible."""
