@@ -1,13 +1,16 @@
 """Start-up progress on its way to the engine core.
 
 Owns how often it is told. A model has hundreds of tensors, and a queue of frames that nobody reads in time ends the
-worker: so of each stage the first and the last report are sent, and others no more often than every PROGRESS_S.
+worker: so of each stage the first and the last report are sent, and others no more often than every PROGRESS_S. One
+that finds no room is dropped: the next says more.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
+from engine_core.errors import ProtocolViolation
 from engine_core.executor.channel import Loading
 
 PROGRESS_S = 0.1
@@ -28,4 +31,5 @@ class LoadingReports:
         if what == self._what and not ended and now < self._due:
             return
         self._what, self._due = what, now + PROGRESS_S
-        self._send(Loading(what, done, total))
+        with contextlib.suppress(ProtocolViolation):
+            self._send(Loading(what, done, total))

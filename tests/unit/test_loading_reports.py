@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine_core.errors import ProtocolViolation
 from engine_core.executor.channel import Loading
 from engine_core.executor.frames import QUEUED_FRAMES
 from engine_core.worker.loading import LoadingReports
@@ -30,3 +31,12 @@ def test_slow_progress_is_told_as_it_comes() -> None:
         clock[0] += 1.0
         reports("read", done, 0)
     assert [report.done for report in sent] == [0, 1, 2, 3, 4]
+
+
+def test_a_report_that_finds_no_room_ends_nothing() -> None:
+    """Red when a core that is stopped while a worker loads ends that worker for the sake of its progress."""
+
+    def full(_: Loading) -> None:
+        raise ProtocolViolation("the peer doesn't read")
+
+    LoadingReports(full, lambda: 0.0)("load weights", 0, 10)
