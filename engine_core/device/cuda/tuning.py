@@ -1,7 +1,7 @@
 """Which algorithm each matrix product takes: measured once for a card, a library and a model's shapes, then kept.
 
 Owns the measuring at start, on the lane's own SMs, over the weights of several layers, so that none of them is still in
-the cache, and over random inputs: with zeros a card draws less power and is faster. Times come from the host's clock
+the cache, and over random inputs, as in service: with zeros a card is faster. Times come from the host's clock
 over many replays: a Green Context's stream takes no timing event (rule E2).
 """
 
