@@ -99,7 +99,7 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     prefill_lane: bool = False
     """The chunks run on the prefill lane, beside decode; their results come with a later `StepResult`."""
     partition: int = 0
-    """Which of the worker's partitions is in force while they do, where it has several."""
+    """Which of the worker's partitions is in force while they do, if it has any."""
 
 
 class LogprobBlock(msgspec.Struct, array_like=True, frozen=True):

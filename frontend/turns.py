@@ -1,4 +1,4 @@
-"""Turns of an event loop for one kind of work, first come first served.
+"""Turns of an event loop for one kind of work, in the order of coming.
 
 Owns the order and the pace. What goes on in a turn holds up everything else until the turn is over; so work of which
 much may come at once is done a little at a time, with turns for others between.
@@ -11,7 +11,10 @@ from collections import deque
 
 
 class Turns:
-    """`room` pieces of work go on together, then none for `apart` turns of the loop."""
+    """`room` pieces of work go on together, then none for `apart` turns of the loop.
+
+    Whoever comes while there is room goes on at once, ahead of those just woken: by at most `room` places.
+    """
 
     def __init__(self, room: int, apart: int) -> None:
         self._room = self._left = room

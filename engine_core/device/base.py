@@ -127,7 +127,8 @@ class Compute(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LaneSizes:
-    """SMs of each lane; 0 where there are none to count."""
+    """SMs of each lane; 0 where there are none to count. With several partitions: those of the one that leaves decode
+    most."""
 
     decode_sms: int = 0
     prefill_sms: int = 0
@@ -150,7 +151,7 @@ class Device:
     """For people."""
     lanes: LaneSizes
     partitions: Sequence[LaneStream] = ()
-    """The prefill lane's stream with each partition in force; none where it has but one."""
+    """The prefill lane's stream with each partition in force; empty where the GPU isn't partitioned."""
     timed: bool = False
     """Its events can tell time."""
     times: StepTimes | None = None

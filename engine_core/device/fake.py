@@ -63,7 +63,7 @@ class FakeCompute:
         whole_context: bool = True,
         partitions: Sequence[Any] = (),
     ) -> None:
-        """`partitions`: the prefill lane's stream for each, where there are several. `whole_context`: announce every
+        """`partitions`: the prefill lane's stream for each, if there are any. `whole_context`: announce every
         page that attention would read, at a cost that grows with the context; else only those whose contents the
         tokens come from."""
         self._table = table

@@ -10,15 +10,14 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from engine_core.device.base import Batch, Compute, Sampled
 from engine_core.device.drop_queue import DropQueue
 from engine_core.device.guard import LaunchGuard, Owned, Ownership, WorkFailed
 from engine_core.device.lanes import Completion, Lanes, LaneStream
 from engine_core.errors import ProtocolViolation
-from engine_core.step import Lane, LogprobBlock, PrefillResult, StepPlan, StepResult
+from engine_core.step import Lane, PrefillResult, StepPlan, StepResult
 from engine_core.worker.late_rows import LateRows
+from engine_core.worker.logprob_blocks import split_logprobs
 from engine_core.worker.step_log import NO_STEP_LOG, StepLog
 from engine_core.worker.unconstrained import UNCONSTRAINED, Constraints, Refused
 
@@ -401,30 +400,3 @@ class Runner:
         self._guard.quiesce("teardown")
         self._step_log.close()
         self._compute.close()
-
-
-def split_logprobs(block: LogprobBlock | None, at: int) -> tuple[LogprobBlock | None, LogprobBlock | None]:
-    """The block's rows before sampled row `at`, and the others counted from there; None for an empty part."""
-    if block is None:
-        return None, None
-    rows = np.frombuffer(block.rows, "<u4")
-    counts = np.frombuffer(block.counts, "<u4")
-    cut = int(np.searchsorted(rows, at))
-    tops = 4 * int(counts[:cut].sum())
-    head = LogprobBlock(
-        block.rows[: 4 * cut],
-        block.sampled[: 4 * cut],
-        block.ranks[: 4 * cut],
-        block.counts[: 4 * cut],
-        block.top_ids[:tops],
-        block.top_logprobs[:tops],
-    )
-    tail = LogprobBlock(
-        (rows[cut:] - np.uint32(at)).astype("<u4").tobytes(),
-        block.sampled[4 * cut :],
-        block.ranks[4 * cut :],
-        block.counts[4 * cut :],
-        block.top_ids[tops:],
-        block.top_logprobs[tops:],
-    )
-    return head if cut else None, tail if cut < len(rows) else None

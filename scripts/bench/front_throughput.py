@@ -14,7 +14,8 @@ Then it is 256 streaming HTTP clients of the server's own frontend. Rates are th
 An event's age counts from the moment that the engine thread has its oldest token until its bytes are in the client's
 socket: when a client reads that waits for a core itself is told beside. A table says where events age; it comes from a
 second server whose processes stamp what passes (`event_ages.py`), so that the rates are the product's alone. With a
-step of 0 ms nothing paces the engine core: the age is the backlog of a saturated front.
+step of 0 ms nothing paces the engine core: the age is the backlog of a saturated front. Over HTTP the client is
+scheduled as a batch process (`give_way`), which lowers ages: as an ordinary one it takes the frontend's core.
 
     python scripts/bench/front_throughput.py [--rounds 5] [--tokens 1000]
 """

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
-from engine_core.config import WorkerConfig
 from engine_core.device.base import Batch
 from engine_core.device.driver import EVENT_FLAGS, STREAM_NON_BLOCKING, Driver
 from engine_core.device.fail_stop import Unbounded
@@ -20,6 +18,7 @@ from engine_core.errors import ConfigError, ProtocolViolation
 from engine_core.step import Lane, PrefillChunk
 from engine_core.worker.worker import build_runner
 from tests.device.rig import RunnerRig, Script, plan, row
+from tests.worker_config import worker_config
 
 IDS = [5, 6, 7, 8, 9, 10]
 
@@ -73,24 +72,7 @@ def unbroken(what: str, error: BaseException | None) -> NoReturn:
 
 def test_the_fake_device_runs_a_prefill_on_every_partition_of_auto() -> None:
     """Red when the simulated GPU has clocks for fewer streams than `auto` opens: batches of the last partition fail."""
-    config = WorkerConfig(
-        model=str(Path(__file__).parents[1] / "fixtures" / "tiny-qwen3-austen"),
-        device="fake",
-        dtype="auto",
-        load_format="dummy",
-        max_model_len=128,
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        page_size=4,
-        kv_cache_memory=1 << 20,
-        gpu_memory_utilization=0.9,
-        async_depth=2,
-        decode_overlap="auto",
-        decode_sms=None,
-        threads=1,
-        gpu_wait_timeout=60.0,
-        crash_dir=None,
-    )
+    config = worker_config(decode_overlap="auto")
     device = open_device(config, Unbounded(), lambda what, done, total: None)
     runner = build_runner(device, config, unbroken, lambda: 0.0)
     assert len(device.partitions) == len(AUTO_DECODE_SMS)

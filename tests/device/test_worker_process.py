@@ -12,12 +12,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engine_core.config import WorkerConfig
 from engine_core.device.fail_stop import EXIT_ABORT
 from engine_core.errors import EngineDead, describe_chain
 from engine_core.executor.zmq import ZmqExecutor
 from engine_core.step import PrefillChunk, StepPlan, StepResult
 from tests.device.rig import plan, row
+from tests.worker_config import worker_config
 
 pytestmark = pytest.mark.e2e
 SCRIPT = Path(__file__).with_name("faulty_worker.py")
@@ -26,24 +26,7 @@ GUARD_S = 60.0
 """Only a hang takes this long."""
 BOUND_S = 1.0
 
-CONFIG = WorkerConfig(
-    model=str(MODEL),
-    device="fake",
-    dtype="auto",
-    load_format="dummy",
-    max_model_len=128,
-    max_num_seqs=4,
-    max_num_batched_tokens=64,
-    page_size=4,
-    kv_cache_memory=1 << 20,
-    gpu_memory_utilization=0.9,
-    async_depth=2,
-    decode_overlap="green",
-    decode_sms=None,
-    threads=1,
-    gpu_wait_timeout=GUARD_S,
-    crash_dir=None,
-)
+CONFIG = worker_config(decode_overlap="green", gpu_wait_timeout=GUARD_S)
 
 
 class Rig:

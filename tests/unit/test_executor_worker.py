@@ -13,36 +13,19 @@ import psutil
 import pytest
 import zmq
 
-from engine_core.config import WorkerConfig
 from engine_core.errors import ConfigError, EngineDead, describe_chain
 from engine_core.executor.channel import Loading
 from engine_core.executor.zmq import KILL_GRACE_S, StartInterrupted, ZmqExecutor
 from engine_core.step import WIRE_VERSION, StepPlan, StepResult
 from tests.unit.scripted_worker import READY
+from tests.worker_config import worker_config
 
 pytestmark = pytest.mark.e2e
 SCRIPT = Path(__file__).with_name("scripted_worker.py")
 GUARD_S = 60.0
 """Only a hang takes this long."""
 
-CONFIG = WorkerConfig(
-    model="/nowhere",
-    device="fake",
-    dtype="auto",
-    load_format="dummy",
-    max_model_len=128,
-    max_num_seqs=4,
-    max_num_batched_tokens=64,
-    page_size=4,
-    kv_cache_memory=None,
-    gpu_memory_utilization=0.9,
-    async_depth=2,
-    decode_overlap="off",
-    decode_sms=None,
-    threads=1,
-    gpu_wait_timeout=GUARD_S,
-    crash_dir=None,
-)
+CONFIG = worker_config(model="/nowhere", kv_cache_memory=None, gpu_wait_timeout=GUARD_S)
 
 
 class Rig:

@@ -20,6 +20,7 @@ from frontend.trace import read
 from frontend.trace.read import read_runs
 from frontend.trace.summary import summarize
 from tests.device.rig import plan, row
+from tests.worker_config import worker_config
 
 pytestmark = pytest.mark.e2e
 MODEL = Path(__file__).parents[1] / "fixtures" / "tiny-qwen3-austen"
@@ -27,23 +28,11 @@ GUARD_S = 60.0
 
 
 def config(step_log: Path) -> WorkerConfig:
-    return WorkerConfig(
-        model=str(MODEL),
-        device="fake",
-        dtype="auto",
-        load_format="dummy",
-        max_model_len=128,
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        page_size=4,
+    return worker_config(
         kv_cache_memory=1 << 24,
-        gpu_memory_utilization=0.9,
-        async_depth=2,
         decode_overlap="green",
         decode_sms=64,
-        threads=1,
         gpu_wait_timeout=GUARD_S,
-        crash_dir=None,
         step_log=str(step_log),
     )
 
