@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from engine_core.device.cuda import graphs
+from engine_core.device.cuda.graphs import Forward
 from engine_core.errors import ConfigError
 
 
@@ -68,6 +69,15 @@ def test_a_graph_keeps_the_buffers_of_its_work(pool: graphs.GraphPool) -> None:
     assert alive() is None
 
 
+def test_a_rehearsal_stands_for_the_eager_run(pool: graphs.GraphPool) -> None:
+    """Red when the work itself runs eagerly, all layers of it, or when the rehearsal is what is captured."""
+    stream: Any = SimpleNamespace(synchronize=lambda: None)
+    ran: list[int] = []
+    forward = Forward(ran.append, 36)
+    pool.capture(stream, forward, forward.rehearse)
+    assert ran == [1, 36]
+
+
 class ScriptedPool:
     """Captures until it is told to fail; a capture takes `seconds`."""
 
@@ -77,7 +87,7 @@ class ScriptedPool:
         self.error: Exception | None = None
         self.captured: list[object] = []
 
-    def capture(self, stream: Any, work: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, stream: Any, work: Callable[[], None], rehearse: Callable[[], None] | None) -> Callable[[], None]:
         self.now += self.seconds
         if self.error is not None:
             raise self.error

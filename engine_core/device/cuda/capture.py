@@ -13,7 +13,7 @@ import torch
 
 from engine_core.device.cuda.compute import LaneWork, Replay
 from engine_core.device.cuda.forwards import Opened, decode, head, ragged
-from engine_core.device.cuda.graphs import Captures, GraphPool
+from engine_core.device.cuda.graphs import Captures, Forward, GraphPool
 from engine_core.device.cuda.tuning import Wanted, keep, tune
 from engine_core.ops.cuda.attention import DecodeAttention
 from engine_core.ops.cuda.decoder import FEW_ROWS
@@ -69,9 +69,10 @@ class Capture:
         self._done = 0
 
     def _replay(
-        self, pool: GraphPool, stream: Any, work: Callable[[], None], what: str, *, bound: bool = False
+        self, pool: GraphPool, stream: Any, work: Forward | Callable[[], None], what: str, *, bound: bool = False
     ) -> Replay:
-        replay = self._captures.take(pool, stream, work, what, bound=bound)
+        rehearse = work.rehearse if isinstance(work, Forward) else None
+        replay = self._captures.take(pool, stream, work, what, bound=bound, rehearse=rehearse)
         self._done += 1
         self._progress("capture graphs", self._done, self._total)
         return replay

@@ -12,6 +12,7 @@ import torch
 
 from engine_core.config import WorkerConfig
 from engine_core.device.cuda.compute import Heads, LaneWork
+from engine_core.device.cuda.graphs import Forward
 from engine_core.device.driver import Driver
 from engine_core.device.green import GreenPartition
 from engine_core.device.lanes import LaneStream
@@ -85,7 +86,7 @@ class Opened:
 
 def ragged(
     opened: Opened, work: LaneWork, rows: int, tokens: int, attention: DecodeAttention, kv: torch.Tensor
-) -> Callable[[], None]:
+) -> Forward:
     """A forward over `tokens` tokens of chunks, behind `rows` decode rows: 0 on the prefill lane."""
     decoder = opened.decoder
     staged, total = work.staging.on_device, rows + tokens
@@ -96,7 +97,7 @@ def ragged(
             attention(qkv[:rows], pool, slots[:rows], positions[:rows], opened.page_table, out[:rows], opened.scale)
         work.prefill.run(qkv[rows:, : opened.shape.query], pool, out[rows:])
 
-    def run() -> None:
+    def run(depth: int) -> None:
         work.staging.copy_in_graph(tokens=True)
         ids = staged["ids"][:total]
         if work is opened.primary:
@@ -106,14 +107,12 @@ def ragged(
             ids = torch.where(ids < 0, opened.tables.last_token[slots.clamp(min=0)], ids)
         residual = work.residual[:total]
         residual.copy_(decoder.embedding[ids])
-        decoder.layers(residual, slots, positions, kv, attend, work.multiply, fused=False)
+        decoder.layers(residual, slots, positions, kv, attend, work.multiply, fused=False, depth=depth)
 
-    return run
+    return Forward(run, opened.model.num_layers)
 
 
-def decode(
-    opened: Opened, bucket: int, attention: DecodeAttention, multiply: Multiply, kv: torch.Tensor
-) -> Callable[[], None]:
+def decode(opened: Opened, bucket: int, attention: DecodeAttention, multiply: Multiply, kv: torch.Tensor) -> Forward:
     """One token for each of `bucket` rows; the rows' final states are left where the head reads them."""
     staging, rows = opened.primary.staging, opened.heads.rows[:bucket]
     staged = staging.on_device
@@ -122,14 +121,14 @@ def decode(
     def attend(qkv: torch.Tensor, pool: torch.Tensor, out: torch.Tensor) -> None:
         attention(qkv, pool, slots, positions, opened.page_table, out, opened.scale)
 
-    def run() -> None:
+    def run(depth: int) -> None:
         staging.copy_in_graph(tokens=False)
         opened.page_table.view(-1).index_copy_(0, staged["targets"][:bucket], staged["pages"][:bucket])
         opened.decoder.embed_last(opened.tables.last_token, slots, rows)
         attention.plan(slots, positions)
-        opened.decoder.layers(rows, slots, positions, kv, attend, multiply, fused=True)
+        opened.decoder.layers(rows, slots, positions, kv, attend, multiply, fused=True, depth=depth)
 
-    return run
+    return Forward(run, opened.model.num_layers)
 
 
 def head(opened: Opened, bucket: int) -> Callable[[], None]:

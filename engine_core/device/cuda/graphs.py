@@ -11,6 +11,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -58,6 +59,22 @@ def bucket_of(available: list[int], count: int) -> int:
     return next(size for size in available if size >= count)
 
 
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Work over a model's layers, to be captured."""
+
+    run: Callable[[int], None]
+    """Over so many of the first layers."""
+    layers: int
+
+    def __call__(self) -> None:
+        self.run(self.layers)
+
+    def rehearse(self) -> None:
+        """One layer launches every kernel that all of them do."""
+        self.run(1)
+
+
 class _Replay(functools.partial[None]):
     """A partial for its speed."""
 
@@ -74,14 +91,17 @@ class GraphPool:
     def __init__(self) -> None:
         self._pool = _cuda.graph_pool_handle()
 
-    def capture(self, stream: Any, work: Callable[[], None]) -> Callable[[], None]:
+    def capture(
+        self, stream: Any, work: Callable[[], None], rehearse: Callable[[], None] | None = None
+    ) -> Callable[[], None]:
         """Run the work once eagerly on the stream (lazy modules, library workspaces), then capture it there.
 
+        `rehearse`: shorter work that launches the same kernels, to be run instead.
         Returns what replays it on torch's current stream, and keeps the work alive: a graph names the buffers that its
         work closed over by their addresses, holding none of them. The caller owns synchronization before and after.
         """
         with _cuda.stream(stream):
-            work()
+            (rehearse or work)()
         stream.synchronize()
         graph = _cuda.CUDAGraph()
         with _cuda.graph(graph, stream=stream, pool=self._pool, capture_error_mode="thread_local"):
@@ -97,7 +117,9 @@ BUDGET_S = 60.0
 class Pool(Protocol):
     """What `Captures` needs of `GraphPool`."""
 
-    def capture(self, stream: Any, work: Callable[[], None]) -> Callable[[], None]: ...
+    def capture(
+        self, stream: Any, work: Callable[[], None], rehearse: Callable[[], None] | None
+    ) -> Callable[[], None]: ...
 
 
 class Captures:
@@ -111,7 +133,16 @@ class Captures:
         self._deadline = clock() + BUDGET_S
         self._ended: str | None = None
 
-    def take(self, pool: Pool, stream: Any, work: Callable[[], None], what: str, *, bound: bool) -> Callable[[], None]:
+    def take(
+        self,
+        pool: Pool,
+        stream: Any,
+        work: Callable[[], None],
+        what: str,
+        *,
+        bound: bool,
+        rehearse: Callable[[], None] | None = None,
+    ) -> Callable[[], None]:
         """What replays the work, or the work itself.
 
         `bound`: only a graph keeps it to its SMs; raises ConfigError then, since eager work would leave them (rule L2).
@@ -120,7 +151,7 @@ class Captures:
             self._end(f"the graphs took longer than {BUDGET_S:g} s to capture")
         if self._ended is None:
             try:
-                return pool.capture(stream, work)
+                return pool.capture(stream, work, rehearse)
             except RuntimeError as error:  # all that torch and CUDA raise, memory that runs out included
                 self._end(f"the graph of {what} can't be captured: {describe_chain(error)}")
         if bound:

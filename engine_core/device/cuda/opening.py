@@ -257,7 +257,10 @@ def _work(opened: Opened, target: LaneStream, sms: int, width: int) -> LaneWork:
 
 
 def _kv_cache(opened: Opened, progress: Progress) -> tuple[int, torch.Tensor]:
-    """(max_model_len, KV [layers, pages, 2, page, kv heads, D]), sized after every lane ran its largest chunk (O3)."""
+    """(max_model_len, KV [layers, pages, 2, page, kv heads, D]), sized after every lane ran its largest chunk (O3).
+
+    Through one layer: the next reuse its memory.
+    """
     config, model, shape = opened.config, opened.model, opened.shape
     page_shape = (2, config.page_size, shape.kv, shape.head_dim)
     page_bytes = model.kv_bytes_per_token(2) * config.page_size
@@ -269,7 +272,7 @@ def _kv_cache(opened: Opened, progress: Progress) -> tuple[int, torch.Tensor]:
     for work in opened.works:
         rows = max(opened.chunk_sizes) if work is opened.primary else 0
         with _cuda.stream(work.stream):
-            ragged(opened, work, rows, opened.most_chunk_tokens, attention, small)()
+            ragged(opened, work, rows, opened.most_chunk_tokens, attention, small).rehearse()
         work.stream.synchronize()
     with _cuda.stream(opened.primary.stream):
         head(opened, opened.row_buckets[-1])()

@@ -145,20 +145,22 @@ class CudaDecoder:
         multiply: Multiply,
         *,
         fused: bool,
+        depth: int,
     ) -> None:
-        """Run all layers over `residual` [T, H] in place; tokens of slot -1 write no KV.
+        """Run the first `depth` layers over `residual` [T, H] in place; tokens of slot -1 write no KV.
 
         slots, positions: int32 [T]; kv: [layers, pages, 2, page_size, kv heads, D]. `fused` allows the path for few
         rows.
         """
+        layers = self._layers[:depth]
         if fused and residual.shape[0] <= FEW_ROWS:
-            for index, layer in enumerate(self._layers):
+            for index, layer in enumerate(layers):
                 self._few_rows(layer, residual, slots, positions, kv[index], attend)
             return
         hidden = torch.empty_like(residual)
-        self._add_norm(None, residual, self._layers[0].input_norm, hidden)
-        following = [layer.input_norm for layer in self._layers[1:]] + [self._final_norm]
-        for index, (layer, norm) in enumerate(zip(self._layers, following, strict=True)):
+        self._add_norm(None, residual, layers[0].input_norm, hidden)
+        following = [layer.input_norm for layer in layers[1:]] + [self._final_norm]
+        for index, (layer, norm) in enumerate(zip(layers, following, strict=True)):
             self._many_rows(layer, norm, hidden, residual, slots, positions, kv[index], attend, multiply)
 
     def _few_rows(
