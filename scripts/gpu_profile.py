@@ -4,7 +4,8 @@
 
 Drives the real runner over the real device, as deep as the engine would, with random weights and rows of CONTEXT
 tokens. Every case is timed without a profiler first (wall clock per step, host time of a launch and of a collect),
-then profiled over a few steps. `lane` is the time of decode steps beside one batch on the prefill lane.
+then profiled over a few steps. `lane` is the time of decode steps beside one batch on the prefill lane; `eager` is
+`prefill` without its graph, all else equal.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -31,6 +33,7 @@ from torch.profiler import ProfilerActivity, profile
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this file is run as a script
 
 from engine_core.config import WorkerConfig
+from engine_core.device.cuda.compute import CudaCompute, LaneWork
 from engine_core.device.fail_stop import Unbounded
 from engine_core.step import MOST_PRIMARY_TOKENS, PrefillChunk, RowSampling, RowStart, StepPlan, StepResult
 from engine_core.worker.runner import Runner
@@ -39,7 +42,7 @@ from scripts.bench import make_shape
 from scripts.gpu_kernels import machine
 
 CASES = [
-    *("decode:1", "decode:16", "decode:64", "prefill:1024", "prefill:2048"),
+    *("decode:1", "decode:16", "decode:64", "prefill:1024", "prefill:2048", "eager:1024", "eager:2048"),
     *("mixed:16+240", "mixed:64+192", "mixed:64+448", "lane:16+4096", "lane:64+4096"),
 ]
 PAGE, CONTEXT, ROWS = 16, 1024, 64
@@ -156,6 +159,15 @@ def run(case: str, feed: Feed, budget: int) -> Callable[[int], None]:
     return steps
 
 
+@contextmanager
+def without_graphs(work: LaneWork) -> Iterator[None]:
+    """The primary lane's forwards with chunks run eagerly: what their graphs were captured from is kept by them."""
+    graphs = dict(work.ragged)
+    work.ragged.update({shape: cast(Any, replay).kept for shape, replay in graphs.items()})
+    yield
+    work.ragged.update(graphs)
+
+
 def measure(case: str, feed: Feed, budget: int) -> dict[str, Any]:
     steps = run(case, feed, budget)
     steps(4)
@@ -270,8 +282,10 @@ def main() -> int:
     if options.host:
         for case in ("decode:16", "prefill:1024"):
             print(host_profile(run(case, feed, options.budget)))
+    primary = cast(CudaCompute, device.compute).primary
     for case in options.cases:
-        report["cases"].append(measured := measure(case, feed, options.budget))
+        with without_graphs(primary) if case.startswith("eager") else nullcontext():
+            report["cases"].append(measured := measure(case, feed, options.budget))
         print(json.dumps(measured), flush=True)
     if options.out is not None:
         options.out.write_text(json.dumps(report, indent=1) + "\n")

@@ -115,7 +115,7 @@ class CudaCompute:
         self._rows = rows
         self._masks = masks
         self._works = works
-        self._primary = works[0]
+        self.primary = works[0]
         self._heads = heads
         self._decode = decode
         self._row_buckets = row_buckets
@@ -155,7 +155,7 @@ class CudaCompute:
         self._appended.clear()
 
     def _work(self, batch: Batch) -> LaneWork:
-        return self._primary if batch.lane is Lane.PRIMARY else self._works[1 + (batch.partition or 0)]
+        return self.primary if batch.lane is Lane.PRIMARY else self._works[1 + (batch.partition or 0)]
 
     # ------------------------------ forward
 
@@ -168,7 +168,7 @@ class CudaCompute:
     def _forward_decode(self, batch: Batch) -> None:
         rows = len(batch.slots)
         bucket = bucket_of(self._row_buckets, rows)
-        staging = self._primary.staging
+        staging = self.primary.staging
         fields = staging.begin()
         self._stage_pages(fields, bucket)
         fields["slots"][:rows], fields["slots"][rows:bucket] = batch.slots, -1
@@ -256,21 +256,21 @@ class CudaCompute:
 
     def _take_picked(self, batch: Batch, picked: torch.Tensor, bucket: int) -> None:
         """Rows of a joined prefill become the head's input, on the primary lane."""
-        fields = self._primary.staging.begin()
+        fields = self.primary.staging.begin()
         self._stage_pages(fields, len(fields["pages"]))
         self._stage_samples(fields, batch, bucket)
-        self._primary.staging.send(tokens=False)
+        self.primary.staging.send(tokens=False)
         self._apply_pages()
         self._heads.rows[:bucket].copy_(picked[:bucket])
 
     def _apply_pages(self) -> None:
-        staged = self._primary.staging.on_device
+        staged = self.primary.staging.on_device
         self._page_table.view(-1).index_copy_(0, staged["targets"], staged["pages"])
 
     def _draw_described(self, bucket: int, tops: Int32) -> PinnedLogprobs:
         """Draw outside the graph, keeping the raw logits of the rows that want to know."""
-        staged, heads = self._primary.staging.on_device, self._heads
-        logits = self._decoder.logits(heads.rows[:bucket], self._primary.multiply)
+        staged, heads = self.primary.staging.on_device, self._heads
+        logits = self._decoder.logits(heads.rows[:bucket], self.primary.multiply)
         asked = np.flatnonzero(tops >= 0)
         index = torch.from_numpy(asked).pin_memory().to(logits.device, non_blocking=True)
         raw = logits[index]
@@ -312,4 +312,4 @@ class CudaCompute:
         self._masks.close()
         self._works.clear()
         self._decode.clear()
-        del self._primary, self._heads, self._rows, self._masks, self._sampler, self._decoder
+        del self.primary, self._heads, self._rows, self._masks, self._sampler, self._decoder
