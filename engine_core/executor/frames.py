@@ -7,6 +7,7 @@ which the peer's I/O thread answers: a frozen process (SIGSTOP) doesn't, and its
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 
 import zmq
@@ -37,6 +38,7 @@ class ZmqFrames:
         if heartbeat_timeout_s is not None:
             socket.setsockopt(zmq.HEARTBEAT_IVL, min(HEARTBEAT_MS, int(heartbeat_timeout_s * 500)))
             socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(heartbeat_timeout_s * 1000))
+        self._context = context
         self._socket = socket
         self._monitor = socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
         self._peer_fd: int | None = None
@@ -87,6 +89,17 @@ class ZmqFrames:
             raise PeerLost("the connection was closed or stopped answering heartbeats")
         return bool(ready)
 
+    def read_to_the_end(self, timeout: float) -> None:
+        """For a peer whose process has ended: block until all that it sent can be received, `timeout` seconds at most.
+
+        The end of its connection comes behind its last byte, and the I/O thread gets there in its own time.
+        """
+        deadline = time.monotonic() + timeout
+        self._read_monitor()
+        while self._peer_fd is not None and not self._lost and (left := deadline - time.monotonic()) > 0:
+            self._monitor.poll(math.ceil(left * 1000))
+            self._read_monitor()
+
     def _read_monitor(self) -> None:
         """The first connection is the peer; whoever comes later is turned away by the PAIR socket and harms nobody."""
         while self._monitor.poll(0):
@@ -101,6 +114,14 @@ class ZmqFrames:
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close(int(linger_s * 1000))
+
+    def end(self, linger_s: float = EXIT_GRACE_S) -> None:
+        """Close the socket, and return when frames already sent are with the kernel, after `linger_s` seconds at most.
+
+        Without it the last frame of a process that ends is lost where the I/O thread is slower. Ends the context too.
+        """
+        self.close(linger_s)
+        self._context.term()
 
 
 def connect_worker(address: str) -> ZmqFrames:

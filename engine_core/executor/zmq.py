@@ -89,8 +89,7 @@ class ZmqExecutor:
         try:
             self._frames.bind(path)
         except ConfigError:
-            self._frames.close(0.0)
-            self._context.term()
+            self._frames.end(0.0)
             raise
         self._frames.watch(wake_fd)
         self._channel = FrameChannel(self._frames)
@@ -246,7 +245,8 @@ class ZmqExecutor:
             self._frames.wait(timeout)
         except PeerLost:
             self._lost = True
-        if self._process is not None and self._process.ended:
+        if not self._lost and self._process is not None and self._process.ended:
+            self._frames.read_to_the_end(EXIT_GRACE_S)  # its last frame may say why
             self._lost = True
 
     # -------------------------- end
@@ -276,8 +276,7 @@ class ZmqExecutor:
 
     def _release(self, linger_s: float) -> None:
         if not self._context.closed:
-            self._frames.close(linger_s)
-            self._context.term()
+            self._frames.end(linger_s)
             self._path.unlink(missing_ok=True)
 
     # -------------------------- frames
@@ -288,7 +287,7 @@ class ZmqExecutor:
         except ProtocolViolation as error:
             self.wait(0)
             if self._process is not None and self._process.wait(DEATH_GRACE_S) is not None:
-                self._lost = True  # its threads may end a moment after it
+                self.wait(0)  # its threads may end a moment after it
             while self._lost and self._receive() is not None:
                 pass
             raise (

@@ -43,7 +43,7 @@ from engine_core.executor.channel import (
     Result,
     Shutdown,
 )
-from engine_core.executor.frames import PeerLost, ZmqFrames, connect_worker
+from engine_core.executor.frames import EXIT_GRACE_S, PeerLost, ZmqFrames, connect_worker
 from engine_core.executor.processes import die_with_parent
 from engine_core.log import LEVELS, configure, event
 from engine_core.model_config import load_model_config
@@ -238,13 +238,15 @@ def main(arguments: list[str]) -> int:
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_REFUSED
+    linger_s = EXIT_GRACE_S
     try:
         return _serve(frames, FrameChannel(frames), options.rank, options.control_fd)
     except PeerLost as error:
         event(log, logging.WARNING, "core_lost", cause=str(error))
+        linger_s = 0.0  # nobody is there to be told
         return EXIT_CORE_LOST
     finally:
-        frames.close()
+        frames.end(linger_s)
 
 
 def _serve(frames: ZmqFrames, channel: FrameChannel, rank: int, control_fd: int | None) -> int:

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
+import time
 
 import msgspec
 
@@ -116,8 +118,32 @@ class Script:
         return msgspec.msgpack.encode(Frame(version, sequence, body))
 
 
+def tell_after_the_end(address: str) -> int:
+    """The process ends first; its connection, which a child of it keeps, brings the reason afterwards."""
+    worker = os.getpid()
+    told_fd, tell_fd = os.pipe()
+    if os.fork():
+        os.close(tell_fd)
+        os.read(told_fd, 1)
+        os._exit(2)
+    frames = connect_worker(address)
+    channel = FrameChannel(frames)
+    channel.send(Hello(rank=0, pid=worker))
+    while not isinstance(channel.receive(), Configure):
+        frames.wait(None)
+    worker_fd = os.pidfd_open(worker)
+    os.close(tell_fd)
+    select.select([worker_fd], [], [])
+    time.sleep(0.3)  # the core has seen it, too
+    channel.send(Farewell("model.safetensors is missing", config_error=True))
+    frames.end()
+    return 0
+
+
 if __name__ == "__main__":
     try:
+        if sys.argv[1] == "told-late":
+            sys.exit(tell_after_the_end(sys.argv[2]))
         sys.exit(Script(sys.argv[1], sys.argv[2], int(sys.argv[3])).run())
     except PeerLost:
         sys.exit(9)

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import zmq
 
 from engine_core.errors import ConfigError
+from engine_core.executor.frames import ZmqFrames, connect_worker
 from engine_core.executor.sockets import check_private, claim
 from engine_core.executor.zmq import ZmqExecutor
+
+GUARD_S = 60.0
+"""Only a hang takes this long."""
 
 
 @contextmanager
@@ -91,3 +97,22 @@ def test_a_link_or_a_missing_folder_is_not_private(tmp_path: Path) -> None:
         check_private(link)
     with pytest.raises(ConfigError, match="can't be used"):
         check_private(tmp_path / "missing")
+
+
+def test_a_worker_ends_behind_its_last_frame(tmp_path: Path) -> None:
+    """Red when a process may end while its last frame, the reason for the end, still waits for the I/O thread."""
+    path = tmp_path / "worker.sock"
+    worker = connect_worker(f"ipc://{path}")
+    worker.send(b"the reason")
+    ending = threading.Thread(target=worker.end, args=(GUARD_S,))
+    ending.start()
+    ending.join(0.2)
+    assert ending.is_alive(), "nobody has the frame yet"
+    core = ZmqFrames(zmq.Context(), heartbeat_timeout_s=None)
+    core.bind(path)
+    while (frame := core.receive()) is None:
+        core.wait(GUARD_S)
+    assert frame == b"the reason"
+    ending.join(GUARD_S)
+    assert not ending.is_alive()
+    core.end(0.0)

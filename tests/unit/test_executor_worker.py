@@ -188,6 +188,13 @@ def test_a_setting_that_the_worker_refuses_is_a_config_error(rig: Rig, caplog: p
     assert vars(ended)["fields"]["how"] == "exited with status 2"
 
 
+def test_a_refusal_that_is_read_after_the_worker_s_end_is_one(rig: Rig) -> None:
+    """Red when the end of the process counts before its last frame: a supervisor would restart it again and again."""
+    executor = rig.executor("told-late")
+    with pytest.raises(ConfigError, match=r"model\.safetensors is missing"):
+        executor.start(CONFIG, lambda loading: None)
+
+
 def test_late_rows_that_caught_up_are_handed_on(rig: Rig) -> None:
     """Red when the engine never hears that a late row may be planned again, or hears it twice."""
     executor = rig.started("late")
