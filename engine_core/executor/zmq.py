@@ -116,6 +116,9 @@ class ZmqExecutor:
             self._process = WorkerProcess.spawn(self._command, f"ipc://{self._path}")
             self._frames.watch(self._process.pidfd)
             event(log, logging.INFO, "worker_started", pid=self._process.pid)
+        else:
+            command = f"greenlane worker --connect ipc://{self._path}"
+            event(log, logging.INFO, "waiting_for_worker", start=command, stop="Ctrl-C or SIGTERM")
         hello = self._hello()
         event(log, logging.INFO, "worker_connected", rank=hello.rank, pid=hello.pid)
         self._send(Configure(config))

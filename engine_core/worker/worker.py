@@ -238,6 +238,9 @@ def main(arguments: list[str]) -> int:
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_REFUSED
+    if options.parent_pid is None:
+        command = f"greenlane engine --worker-address unix:{options.connect.removeprefix('ipc://')}"
+        event(log, logging.INFO, "waiting_for_engine_core", start=command, stop="Ctrl-C or SIGTERM")
     linger_s = EXIT_GRACE_S
     try:
         return _serve(frames, FrameChannel(frames), options.rank, options.control_fd)

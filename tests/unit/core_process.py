@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,16 @@ class Core:
         os.close(write_fd)
 
     async def ready(self) -> dict[str, Any]:
+        """The ready line of a core with a worker of its own."""
+        message = await self.announced()
+        (self.worker,) = self.process.children()
+        return message
+
+    async def announced(self) -> dict[str, Any]:
         """The ready line; fails when the process ends without one."""
         line = await guarded(asyncio.to_thread(self._read_ready))
         assert line, self.stderr()
         message: dict[str, Any] = json.loads(line)
-        (self.worker,) = self.process.children()
         return message
 
     def _read_ready(self) -> bytes:
@@ -59,6 +65,10 @@ class Core:
     def stderr(self) -> str:
         return (self.folder / "stderr").read_text()
 
+    def logged(self, name: str) -> dict[str, Any]:
+        """The fields of the event of this name, once it is in the log."""
+        return logged(self.folder / "stderr", name, self.process)
+
     def close(self) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             for process in [*self.process.children(recursive=True), self.process]:
@@ -70,3 +80,17 @@ class Core:
 
 async def guarded(awaitable: Any) -> Any:
     return await asyncio.wait_for(awaitable, GUARD_S)
+
+
+def logged(log: Path, name: str, process: psutil.Popen) -> dict[str, Any]:
+    """The fields of the event of this name, once the process has written it."""
+    guard = time.monotonic() + GUARD_S
+    while True:
+        running = process.poll() is None
+        lines = [json.loads(line) for line in log.read_text().splitlines(keepends=True) if line.endswith("}\n")]
+        for line in lines:
+            if line["event"] == name:
+                return dict(line)
+        assert running, f"it ended without {name}"
+        assert time.monotonic() < guard, log.read_text()
+        time.sleep(0.02)

@@ -24,7 +24,7 @@ from greenlane.engine.v1 import engine_pb2 as pb
 from greenlane.engine.v1 import engine_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.unit.core_process import GUARD_S, MODEL, Core, guarded
+from tests.unit.core_process import GUARD_S, MODEL, Core, guarded, logged
 
 pytestmark = pytest.mark.e2e
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -183,6 +183,46 @@ async def test_a_signal_while_starting_ends_the_start(folder: Path) -> None:
         assert await core.ends_with() == 0
     finally:
         core.close()
+
+
+async def test_who_waits_for_the_other_says_so(folder: Path) -> None:
+    """Red when an engine core and a worker that are started by hand wait in silence, name a command that doesn't bring
+    the other one, or don't stop waiting as they say; or when one speaks of waiting that has started its worker itself.
+    """
+    sockets = folder / "sockets"
+    sockets.mkdir(mode=0o700)
+    address = sockets / "worker.sock"
+    core = Core(folder, f"--worker-address=unix:{address}")
+    workers: list[psutil.Popen] = []
+    try:
+        waiting = await asyncio.to_thread(core.logged, "waiting_for_worker")
+        assert waiting["stop"] == "Ctrl-C or SIGTERM"
+        program, *arguments = waiting["start"].split()
+        assert program == "greenlane"
+        with (folder / "worker.log").open("w") as log:
+            workers.append(psutil.Popen([sys.executable, "-P", "-m", "engine_core", *arguments], stderr=log))
+        await core.announced()
+        core.process.terminate()
+        assert await core.ends_with() == 0
+        with (folder / "alone.log").open("w") as log:
+            workers.append(psutil.Popen([sys.executable, "-P", "-m", "engine_core", *arguments], stderr=log))
+        waiting = await asyncio.to_thread(logged, folder / "alone.log", "waiting_for_engine_core", workers[1])
+        assert waiting["start"] == f"greenlane engine --worker-address unix:{address}"
+        assert waiting["stop"] == "Ctrl-C or SIGTERM"
+        workers[1].send_signal(signal.SIGINT)
+        assert [worker.wait(GUARD_S) for worker in workers] == [0, -signal.SIGINT]
+    finally:
+        core.close()
+        for worker in workers:
+            if worker.poll() is None:
+                worker.kill()
+                worker.wait(GUARD_S)
+
+
+async def test_a_worker_of_its_own_is_not_waited_for(folder: Path) -> None:
+    """Red when a server that starts its worker itself tells people to start one."""
+    async with serving(folder) as (core, _):
+        assert "waiting_for" not in core.stderr()
 
 
 # ------------------------------ losses
