@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import subprocess
 import sys
 import time
 
@@ -118,22 +119,24 @@ class Script:
         return msgspec.msgpack.encode(Frame(version, sequence, body))
 
 
-def tell_after_the_end(address: str) -> int:
-    """The process ends first; its connection, which a child of it keeps, brings the reason afterwards."""
-    worker = os.getpid()
-    told_fd, tell_fd = os.pipe()
-    if os.fork():
-        os.close(tell_fd)
-        os.read(told_fd, 1)
-        os._exit(2)
+def end_before_the_reason(address: str) -> int:
+    """The process ends first; its connection, which a helper of it has, brings the reason afterwards."""
+    command = [sys.executable, "-P", __file__, "reason", address, str(os.getpid())]
+    helper = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert helper.stdout is not None
+    helper.stdout.read()  # to its end: the helper is configured
+    return 2
+
+
+def tell_the_reason(address: str, worker: int) -> int:
     frames = connect_worker(address)
     channel = FrameChannel(frames)
     channel.send(Hello(rank=0, pid=worker))
     while not isinstance(channel.receive(), Configure):
         frames.wait(None)
-    worker_fd = os.pidfd_open(worker)
-    os.close(tell_fd)
-    select.select([worker_fd], [], [])
+    ended_fd = os.pidfd_open(worker)
+    sys.stdout.close()
+    select.select([ended_fd], [], [])
     time.sleep(0.3)  # the core has seen it, too
     channel.send(Farewell("model.safetensors is missing", config_error=True))
     frames.end()
@@ -143,7 +146,9 @@ def tell_after_the_end(address: str) -> int:
 if __name__ == "__main__":
     try:
         if sys.argv[1] == "told-late":
-            sys.exit(tell_after_the_end(sys.argv[2]))
+            sys.exit(end_before_the_reason(sys.argv[2]))
+        if sys.argv[1] == "reason":
+            sys.exit(tell_the_reason(sys.argv[2], int(sys.argv[3])))
         sys.exit(Script(sys.argv[1], sys.argv[2], int(sys.argv[3])).run())
     except PeerLost:
         sys.exit(9)
