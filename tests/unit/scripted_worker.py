@@ -135,7 +135,7 @@ def tell_the_reason(address: str, worker: int) -> int:
     while not isinstance(channel.receive(), Configure):
         frames.wait(None)
     ended_fd = os.pidfd_open(worker)
-    sys.stdout.close()
+    os.close(sys.stdout.fileno())
     select.select([ended_fd], [], [])
     time.sleep(0.3)  # the core has seen it, too
     channel.send(Farewell("model.safetensors is missing", config_error=True))
