@@ -11,7 +11,7 @@ import enum
 
 import msgspec
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 """Of everything in this file and in `executor/channel.py`; both ends refuse any other."""
 MAX_CHUNKS = 32
 """Chunks of one plan: what a worker plans attention for, whose host cost grows with it."""
@@ -187,8 +187,9 @@ class PartitionTimes(msgspec.Struct, array_like=True, frozen=True):
     """(rows, µs) on the decode partition, beside a prefill, ascending."""
     prefill: list[tuple[int, int]]
     """(tokens, µs) of a prefill on its own, beside decode, ascending."""
-    slowdown: float
-    """Of decode attention, over the whole GPU."""
+    reading: list[tuple[int, float]]
+    """(rows, ns that decode attention takes there for each token of KV that it reads, beside a prefill), ascending: few
+    rows keep fewer of its SMs busy."""
 
 
 class StepTimes(msgspec.Struct, array_like=True, frozen=True):

@@ -69,6 +69,7 @@ class StepModel:
         self._decode = _columns(times.decode)
         self._beside = [_columns(partition.decode) for partition in times.partitions]
         self._prefill = [_columns(partition.prefill) for partition in times.partitions]
+        self._reading_ns = [_columns(partition.reading) for partition in times.partitions]
         self._history_ns = _columns(times.history)
         self._mixed: dict[int, list[tuple[int, int]]] = {}
         for rows, tokens, us in times.mixed:
@@ -92,7 +93,8 @@ class StepModel:
 
     def beside(self, load: Load, partition: int) -> float:
         us = _at_least(self._beside[partition], load.rows)
-        return self._corrections[Work.BESIDE] * (us + self._reading(load) * self._times.partitions[partition].slowdown)
+        reading_us = 1e-3 * _at_least(self._reading_ns[partition], load.rows) * load.context
+        return self._corrections[Work.BESIDE] * (us + reading_us)
 
     def mixed(self, load: Load, tokens: int) -> float:
         us = next(us for size, us in self._sizes(load.rows) if size >= tokens)

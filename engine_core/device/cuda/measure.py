@@ -27,6 +27,8 @@ from engine_core.step import PartitionTimes, StepTimes
 _cuda: Any = torch.cuda  # torch's annotations of streams and events are incomplete
 REPEATS = 3
 CONTEXT_ROWS, CONTEXT, LANE_CONTEXT = 32, 2048, 512
+READING_ROWS = (16, 32, 64)
+"""At which the reading of KV on a partition is measured, as far as there are so many."""
 BESIDE_TOKENS = 2048
 """Of the prefill that decode steps are measured beside."""
 BESIDE_ROWS = (1, 4, 16, 32, 64, 128, 256, 512)
@@ -35,18 +37,18 @@ MOST_HISTORY_TOKENS = 512
 """Of chunks whose time behind a history is measured; larger ones take in proportion."""
 HISTORY = 4096
 IN_SERVICE = 1.15
-"""Attention over KV was seen to take so much longer in service than alone, presumably for colder caches."""
+"""A chunk's attention over its history was seen to take so much longer in service than alone, presumably for colder
+caches."""
 
 
 def step_times(opened: Opened, decoding: dict[int | None, dict[int, Replay]], total_pages: int) -> StepTimes:
     """Every table of `StepTimes`. The device is idle before and after; page tables and inputs are left as they were."""
     meter = _Meter(opened, decoding, total_pages)
-    context_us = meter.context_us()
     return StepTimes(
         decode=meter.decode(),
         mixed=meter.mixed(),
-        partitions=[meter.partition(index, context_us) for index in range(len(opened.partitions))],
-        context_ns=IN_SERVICE * 1e3 * context_us,
+        partitions=[meter.partition(index) for index in range(len(opened.partitions))],
+        context_ns=meter.context_ns(),
         history=meter.history(),
     )
 
@@ -107,19 +109,17 @@ class _Meter:
                 out.append((rows, tokens, self._us(self._step(self._primary.ragged[rows, tokens], drawn), 1)))
         return out
 
-    def context_us(self) -> float:
+    def context_ns(self) -> float:
         """For each token of KV that decode attention reads."""
-        return self._context_us(lambda: self._us(self._decode_step(None, self._rows)))
-
-    def _context_us(self, step_us: Callable[[], int]) -> float:
-        without = step_us()
-        with self._reading(CONTEXT) as tokens:
-            return max(1, step_us() - without) / tokens
+        step = self._decode_step(None, self._rows)
+        without_us = self._us(step)
+        with self._reading(self._rows, CONTEXT) as tokens:
+            return 1e3 * max(1, self._us(step) - without_us) / tokens
 
     def _decode_step(self, partition: int | None, rows: int) -> Callable[[], None]:
         return self._step(self._decoding[partition][rows], rows)
 
-    def partition(self, index: int, lone_context_us: float) -> PartitionTimes:
+    def partition(self, index: int) -> PartitionTimes:
         """What decode and prefill take side by side, with that partition in force."""
         work = self._opened.prefills[index]
 
@@ -127,10 +127,16 @@ class _Meter:
             with self._prefilling(work):
                 return self._us(self._decode_step(index, rows), repeats)
 
+        def reading_ns(rows: int, without_us: int) -> float:
+            with self._reading(rows, CONTEXT) as tokens:
+                return 1e3 * max(1, beside(rows, 2) - without_us) / tokens
+
+        decode = {rows: beside(rows, 2) for rows in self._beside_rows()}
+        few = [rows for rows in decode if rows in READING_ROWS] or [max(decode)]
         return PartitionTimes(
-            decode=[(rows, beside(rows, 2)) for rows in self._beside_rows()],
+            decode=list(decode.items()),
             prefill=self._prefill_times(work, self._decode_step(index, self._rows)),
-            slowdown=self._context_us(lambda: beside(self._rows, REPEATS)) / lone_context_us,
+            reading=[(rows, reading_ns(rows, decode[rows])) for rows in few],
         )
 
     def _beside_rows(self) -> list[int]:
@@ -145,7 +151,7 @@ class _Meter:
         sizes = self._opened.lane_sizes
         alone = {tokens: self._prefill_us(work, tokens, None) for tokens in sizes}
         probe = bucket_of(sizes, min(BESIDE_TOKENS, sizes[-1]))
-        with self._reading(LANE_CONTEXT):
+        with self._reading(self._rows, LANE_CONTEXT):
             slowdown = self._prefill_us(work, probe, decode) / alone[probe]
         return [(tokens, round(us * max(1.0, slowdown))) for tokens, us in alone.items()]
 
@@ -175,12 +181,15 @@ class _Meter:
                     ends.popleft()
 
     @contextmanager
-    def _reading(self, context: int) -> Iterator[int]:
-        """Decode steps of `_rows` rows read so many tokens of KV each, or what there is; all of them together."""
-        opened, rows = self._opened, self._rows
+    def _reading(self, rows: int, context: int) -> Iterator[int]:
+        """Decode steps of so many rows read so many tokens of KV each, or what there is; all of them together.
+
+        Pages lie as rows that grow side by side take them.
+        """
+        opened = self._opened
         pages = min(context // PAGE, self._total_pages // rows, opened.page_table.shape[1])
         table = torch.arange(rows * pages, dtype=torch.int32, device=opened.device)
-        opened.page_table[:rows, :pages] = table.view(rows, pages)
+        opened.page_table[:rows, :pages] = table.view(pages, rows).T
         self._stage_rows(np.arange(rows), pages * PAGE - 1)
         _cuda.synchronize()
         yield rows * pages * PAGE
