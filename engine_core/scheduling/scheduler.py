@@ -2,9 +2,9 @@
 
 Owns the policy. Decode rows come first, one token each; what the token budget leaves goes to prompts in chunks, in
 order of (priority, arrival), with waiting sequences admitted on the way. Pages are taken when they are needed; when
-they run short, the running sequence last in that order is preempted for one before it and recomputed later, so the
-first in order always gets on, and with it everybody. Up to `async_depth` plans are in flight: lengths advance here,
-without a result; only ends by a stop id are found late, and their extra rows are discarded.
+they run short, the running sequence last in that order is preempted for one before it and recomputed later
+(`decoding.py`), so the first in order always gets on, and with it everybody. Up to `async_depth` plans are in flight:
+lengths advance here, without a result; only ends by a stop id are found late, and their extra rows are discarded.
 
 How many prompt tokens a plan with decode rows holds, and whether they share its forward or go out as a batch for the
 prefill lane, is the policy's choice (`policy.py`); a plan without decode rows computes its chunks on the primary lane,
@@ -16,18 +16,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from engine_core.errors import Rejected, RejectReason, StatusCode
 from engine_core.request import FINISH_ABORT, FINISH_ERROR, FinishError, Request
 from engine_core.scheduling.deadlines import Deadlines
+from engine_core.scheduling.decoding import DecodePlanner
 from engine_core.scheduling.flight import Chunk, Flight, InFlight, PrefillBatch, ResultMismatch
 from engine_core.scheduling.open_sequences import OpenSequences
 from engine_core.scheduling.outputs import Events, Started
 from engine_core.scheduling.policy import Choice, PrefillPolicy, Way
 from engine_core.scheduling.residency import Residency
 from engine_core.scheduling.results import Results
-from engine_core.scheduling.rows import DECODE, RowGroup, Slots
+from engine_core.scheduling.rows import RowGroup, Slots
 from engine_core.scheduling.sequence import Ended, Sequence, SequenceState
 from engine_core.scheduling.step_model import Load
 from engine_core.step import MAX_CHUNKS, Lane, PrefillChunk, RowStart, StepPlan, StepResult
@@ -94,11 +93,7 @@ class Scheduler:
         self._policy = policy
         self._async_depth = async_depth
         self._started: list[Started] = []
-        self._decoding = self._rows.decoding()
-        """The rows that decode, gathered for as many plans as they stay the same …"""
-        self._decoding_version = self._rows.version
-        self._decoding_plans = 0
-        """… which is until the first of them is planned up to its end, or a phase changes."""
+        self._decoding = DecodePlanner(self.residency, self.sequences)
 
     # -------------------------- what comes in
 
@@ -193,7 +188,7 @@ class Scheduler:
         """
         if self.in_flight.working >= self._async_depth:
             return None
-        decode, grown, page_ids = self._plan_decode()
+        decode, grown, page_ids = self._decoding.plan()
         load, choice = self._choose(decode)
         starts, chunks = self._plan_prefill(choice.tokens)
         if decode.slots.size == 0 and not chunks and (self.in_flight.batch is None or len(self.in_flight)):
@@ -253,7 +248,6 @@ class Scheduler:
 
     def _book_decode(self, slots: Slots) -> None:
         self._rows.computed[slots] += 1
-        self._decoding_plans -= 1
         self._rows.fences[Lane.PRIMARY][slots] = self.steps
 
     def _book_chunks(self, chunks: list[Chunk], *, on_lane: bool) -> None:
@@ -268,60 +262,6 @@ class Scheduler:
                 self._rows.fences[Lane.PREFILL][chunk.slot] = self.steps
             elif chunk.last and not self._rows.constrained[chunk.slot]:
                 self.sequences.decode(chunk.sequence)
-
-    # -------------------------- decode
-
-    def _plan_decode(self) -> tuple[RowGroup, Slots, bytes]:
-        """Rows that decode, the slots that get a page for it, and those pages.
-
-        A row isn't planned past the length at which it ends anyway. When some row has to wait for a page, none is left
-        for newcomers.
-        """
-        rows, group = self._rows, self._decode_rows()
-        needy = group.slots[rows.computed[group.slots] >= rows.capacity[group.slots]]
-        if needy.size == 0:
-            return group, needy, b""
-        if needy.size <= self._pool.available:
-            return group, needy, self.residency.grow(needy)
-        grown = self._share_out(needy)
-        page_ids = self.residency.grow(grown)
-        slots = group.slots
-        ready = (rows.phase[slots] == DECODE) & (rows.computed[slots] < rows.capacity[slots])
-        self._decoding_plans = 0
-        return rows.group(slots[ready]), grown, page_ids
-
-    def _decode_rows(self) -> RowGroup:
-        """The rows that can be in the next plan, as far as pages allow: with every step others, where rows follow a
-        grammar."""
-        rows = self._rows
-        if self._decoding_version != rows.version or self._decoding_plans <= 0 or rows.constrained_rows:
-            self._decoding, self._decoding_version = rows.decoding(), rows.version
-            slots = self._decoding.slots
-            self._decoding_plans = int((rows.last_fed[slots] - rows.computed[slots]).min()) if slots.size else 0
-        return self._decoding
-
-    def _share_out(self, needy: Slots) -> Slots:
-        """Which of the rows get a page now that there aren't enough: in order, preempting from the other end.
-
-        Pages that are retiring will come by themselves, so a row waits for one of them rather than preempt. A row never
-        preempts one before it, so the first in order always gets its page, at the latest when the preempted rows' steps
-        are proven complete.
-        """
-        grown: list[int] = []
-        awaiting = 0
-        for sequence in sorted((self.sequences.owner(slot) for slot in needy.tolist()), key=lambda s: s.order):
-            if sequence.state is not SequenceState.DECODE:
-                continue
-            while len(grown) >= self._pool.available and awaiting >= self._pool.retiring:
-                victim = max(self.sequences.evictable(), key=lambda s: s.order)
-                if victim is sequence:
-                    break
-                self.sequences.park(victim)
-            if len(grown) < self._pool.available:
-                grown.append(sequence.slot)
-            else:
-                awaiting += 1
-        return np.array(grown, np.int64)
 
     # -------------------------- prefill and admission
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -23,67 +22,15 @@ from engine_core.step import (
     PrefillChunk,
     PrefillResult,
     PromptLogprobBlock,
-    RowSampling,
     RowStart,
     StepPlan,
     StepResult,
 )
 from tests.engine.simulated_model import digest, draw, history
+from tests.engine.simulated_work import Batch, Pending, Row, Work
 
 STEP_US, LANE_US = 650, 7_000
 """What every step, and every batch on the prefill lane, says it took."""
-
-
-@dataclass
-class Row:
-    """What the worker knows of a row; work in flight keeps it, whoever gets the slot next."""
-
-    slot: int
-    prompt_len: int
-    ids: list[int]
-    pages: list[int]
-    sampling: RowSampling
-    computed: int
-    launched: int
-    output: int
-    last_token: int = -1
-    grammar: int = 0
-    unread: bool = False
-    """It was launched to draw a token that hasn't been collected yet."""
-    late: bool = False
-    """It drew nothing when it was planned to, and hasn't caught up."""
-
-
-@dataclass
-class Work:
-    """Positions start .. end - 1 of a row, on one lane."""
-
-    row: Row
-    start: int
-    end: int
-    decode: bool
-    samples: bool
-    late: bool = False
-    """It draws nothing, though it ends the row's ids: its last position will be computed again."""
-
-
-@dataclass
-class Batch:
-    step: int
-    work: list[Work]
-    executed: bool = False
-    error: str | None = None
-
-
-@dataclass
-class Pending:
-    step: int
-    decode: list[Work]
-    chunks: list[Work]
-    empty: bool
-    late: list[int]
-    """Slots of decode rows that were left out."""
-    reported: list[Batch] = field(default_factory=list)
 
 
 class BrokenPlan(AssertionError):

@@ -22,6 +22,7 @@ POLICY_NAMES = (
     "cache",
     "ledger",
     "scheduling.deadlines",
+    "scheduling.decoding",
     "scheduling.flight",
     "scheduling.grammars",
     "scheduling.open_sequences",
