@@ -20,6 +20,48 @@ from frontend.config import ConfigError, FrontendConfig, Place, Supervision
 LOG_LEVELS = ("debug", "info", "warning", "error")
 PR_SET_PDEATHSIG = 1
 REFUSED = 2
+FLAGS: tuple[tuple[str, type | None, str, str], ...] = (
+    ("model", str, "MODEL", "folder with tokenizer.json, or a repository id"),
+    (
+        "engine_address",
+        str,
+        "ADDRESS",
+        "unix:/path or host:port of the engine core; of several, separated by commas",
+    ),
+    ("served_model_name", str, "NAME", "names that requests use; default: the model as given"),
+    ("host", str, "ADDRESS", "address of HTTP and gRPC"),
+    ("port", int, "PORT", "HTTP port; 0: any free one"),
+    ("grpc_port", int, "PORT", "text gRPC port; 0: any free one"),
+    (
+        "vllm_grpc_port",
+        int,
+        "PORT",
+        "VllmEngine gRPC port, for gateways like smg; 0: any free one; default: not served",
+    ),
+    ("vllm_grpc_host", str, "ADDRESS", "address of VllmEngine gRPC, which knows neither TLS nor tokens"),
+    ("max_body_bytes", int, "BYTES", "largest HTTP body or gRPC message"),
+    ("engine_timeout", float, "SECONDS", "seconds of silence after which the engine core counts as frozen"),
+    ("request_timeout", float, "SECONDS", "deadline in seconds of requests that bring none; default: none"),
+    ("ssl_keyfile", str, "FILE", "PEM key of the certificate; read again when it changes"),
+    ("ssl_certfile", str, "FILE", "PEM certificate of HTTP and gRPC, its chain behind it"),
+    ("ssl_ca_certs", str, "FILE", "PEM certificates; clients must show one that these signed"),
+    (
+        "api_key_file",
+        str,
+        "FILE",
+        "file of bearer tokens, one a line; calls must bring one; read again when it changes",
+    ),
+    ("insecure_listen", None, "", "listen beyond this machine without TLS, tokens or client certificates"),
+    ("engine_tls_ca_certs", str, "FILE", "PEM certificates that signed the engine core's: speak TLS with it"),
+    ("engine_tls_certfile", str, "FILE", "PEM certificate to show to the engine core"),
+    ("engine_tls_keyfile", str, "FILE", "PEM key of that certificate"),
+    ("engine_api_key_file", str, "FILE", "file whose first bearer token is sent to the engine core"),
+    ("drain_timeout", float, "SECONDS", "seconds for open requests to finish after SIGTERM; then they are cut off"),
+    ("otlp_traces_endpoint", str, "URL", "http://host:port of an OpenTelemetry collector; default: no traces"),
+    ("log_level", str, "LEVEL", ", ".join(LOG_LEVELS)),
+)
+"""Fields of FrontendConfig as flags: the field, what parses its value (None: a switch with a --no- form), what the help
+calls the value (empty for a switch), and its text. A field whose default is an empty tuple takes several values."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -78,73 +120,23 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     defaults = {field.name: field.default for field in dataclasses.fields(FrontendConfig)}
-
-    def add(name: str, kind: type, metavar: str, text: str) -> None:
-        default = defaults[name]
-        required = default is dataclasses.MISSING
-        shown = "" if required or default is None else f" (default: {default})"
-        out.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=kind,
-            required=required,
-            default=None if required else default,
-            metavar=metavar,
-            help=text + shown,
-        )
-
-    add("model", str, "MODEL", "folder with tokenizer.json, or a repository id")
-    add(
-        "engine_address",
-        str,
-        "ADDRESS",
-        "unix:/path or host:port of the engine core; of several, separated by commas",
-    )
-    out.add_argument(
-        "--served-model-name",
-        action="extend",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="names that requests use; default: the model as given",
-    )
-    add("host", str, "ADDRESS", "address of HTTP and gRPC")
-    add("port", int, "PORT", "HTTP port; 0: any free one")
-    add("grpc_port", int, "PORT", "text gRPC port; 0: any free one")
-    add(
-        "vllm_grpc_port",
-        int,
-        "PORT",
-        "VllmEngine gRPC port, for gateways like smg; 0: any free one; default: not served",
-    )
-    add("vllm_grpc_host", str, "ADDRESS", "address of VllmEngine gRPC, which knows neither TLS nor tokens")
-    add("max_body_bytes", int, "BYTES", "largest HTTP body or gRPC message")
-    add("engine_timeout", float, "SECONDS", "seconds of silence after which the engine core counts as frozen")
-    add("request_timeout", float, "SECONDS", "deadline in seconds of requests that bring none; default: none")
-    add("ssl_keyfile", str, "FILE", "PEM key of the certificate; read again when it changes")
-    add("ssl_certfile", str, "FILE", "PEM certificate of HTTP and gRPC, its chain behind it")
-    add("ssl_ca_certs", str, "FILE", "PEM certificates; clients must show one that these signed")
-    add(
-        "api_key_file",
-        str,
-        "FILE",
-        "file of bearer tokens, one a line; calls must bring one; read again when it changes",
-    )
-    out.add_argument(
-        "--insecure-listen",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="listen beyond this machine without TLS, tokens or client certificates",
-    )
-    add("engine_tls_ca_certs", str, "FILE", "PEM certificates that signed the engine core's: speak TLS with it")
-    add("engine_tls_certfile", str, "FILE", "PEM certificate to show to the engine core")
-    add("engine_tls_keyfile", str, "FILE", "PEM key of that certificate")
-    add("engine_api_key_file", str, "FILE", "file whose first bearer token is sent to the engine core")
-    add("drain_timeout", float, "SECONDS", "seconds for open requests to finish after SIGTERM; then they are cut off")
-    add("otlp_traces_endpoint", str, "URL", "http://host:port of an OpenTelemetry collector; default: no traces")
-    add("log_level", str, "LEVEL", ", ".join(LOG_LEVELS))
+    for name, kind, metavar, text in FLAGS:
+        _add(out, f"--{name.replace('_', '-')}", defaults[name], kind, metavar, text)
     out.add_argument("--check-flags", action="store_true", help="check the flags, start nothing")
     _add_for_supervisors(out.add_argument_group("for whoever starts and watches it"))
     return out
+
+
+def _add(out: argparse.ArgumentParser, flag: str, default: object, kind: type | None, metavar: str, text: str) -> None:
+    if kind is None:
+        out.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=text)
+    elif default == ():
+        out.add_argument(flag, action="extend", type=kind, nargs="+", default=[], metavar=metavar, help=text)
+    elif default is dataclasses.MISSING:
+        out.add_argument(flag, type=kind, required=True, metavar=metavar, help=text)
+    else:
+        shown = "" if default is None else f" (default: {default})"
+        out.add_argument(flag, type=kind, default=default, metavar=metavar, help=text + shown)
 
 
 def _add_for_supervisors(out: argparse._ArgumentGroup) -> None:

@@ -121,32 +121,9 @@ class Signals:
 
 async def _serve(config: FrontendConfig, guards: Guards, model: Model, supervision: Supervision) -> int:
     signals = Signals()
-    client = EngineGroup(
-        [
-            EngineClient(
-                address,
-                engine_timeout=config.engine_timeout,
-                connect=guards.connect,
-                metadata=guards.engine_metadata,
-            )
-            for address in config.engine_address.split(",")
-        ]
-    )
+    client = _engines(config, guards)
     health = HealthService(SERVICE, *(() if model.files is None else (VLLM_SERVICE,)))
-    served = Served(
-        names=config.served_model_name or (config.model,),
-        tokenizer=model.tokenizer,
-        template=model.template,
-        engine=client,
-        start=functools.partial(generate, client, model.tokenizer),
-        on_lost=functools.partial(health.tell, False),
-        metrics=Metrics(),
-        clock=time.monotonic,
-        request_timeout=config.request_timeout,
-        engine_restarts=supervision.engine_restarts,
-        keys=guards.keys,
-    )
-    client.on_state(lambda _: health.tell(served.health is Health.SERVING))
+    served = _served(config, guards, model, supervision, client, health)
     peers, shared, traces = Peers(supervision.place), supervision.place.count > 1, spans(config)
     listener = listeners.bind(config.host, config.port, shared=shared)
     http = listeners.HttpListener(_application(served, peers, config, guards, traces), listener, guards.http_tls)
@@ -174,6 +151,42 @@ async def _serve(config: FrontendConfig, guards: Guards, model: Model, supervisi
         for server, _ in servers.values():
             await server.stop(0)
     return 1 if failed else 0
+
+
+def _engines(config: FrontendConfig, guards: Guards) -> EngineGroup:
+    timeout, connect, metadata = config.engine_timeout, guards.connect, guards.engine_metadata
+    return EngineGroup(
+        [
+            EngineClient(address, engine_timeout=timeout, connect=connect, metadata=metadata)
+            for address in config.engine_address.split(",")
+        ]
+    )
+
+
+def _served(
+    config: FrontendConfig,
+    guards: Guards,
+    model: Model,
+    supervision: Supervision,
+    client: EngineGroup,
+    health: HealthService,
+) -> Served:
+    """The model over its engine cores; health follows their state from now on."""
+    served = Served(
+        names=config.served_model_name or (config.model,),
+        tokenizer=model.tokenizer,
+        template=model.template,
+        engine=client,
+        start=functools.partial(generate, client, model.tokenizer),
+        on_lost=functools.partial(health.tell, False),
+        metrics=Metrics(),
+        clock=time.monotonic,
+        request_timeout=config.request_timeout,
+        engine_restarts=supervision.engine_restarts,
+        keys=guards.keys,
+    )
+    client.on_state(lambda _: health.tell(served.health is Health.SERVING))
+    return served
 
 
 def keep_out_of_collections() -> None:
