@@ -8,10 +8,9 @@ equal ones the gentlest to decode:
 * a chunk in the decode rows' own forward, of the largest size whose step stays within the target;
 * a batch on the prefill lane, with each partition on which decode stays within the target.
 
-Where nothing stays within the target, the way with the shortest decode step is taken: prompts always get on. A lane on
-which it is missed by little is taken, too, where prompts would wait twice as long for what keeps it. And where prompts
-pile up so that the last would wait longer than the target of the time to first token, chunks grow until it doesn't, or
-can't: under such a load a decode step costs more, and everybody's answer is sooner complete.
+Where nothing stays within the target, the way with the shortest decode step is taken: prompts always get on. And where
+prompts pile up so that the last would wait longer than the target of the time to first token, chunks grow until it
+doesn't, or can't: under such a load a decode step costs more, and everybody's answer is sooner complete.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from engine_core.step import MOST_PRIMARY_TOKENS, StepTimes
 TARGET_FACTOR, TYPICAL_CONTEXT = 2.0, 512
 """Without `--itl-target-ms`: a decode step may take so many times as long as it would alone with rows of so many tokens
 …"""
-LEAST_FACTOR = 1.4
+LEAST_FACTOR = 1.3
 """… or, where contexts are long, so many times as long as it would alone with its own."""
 LEAST_ROWS = 16
 """Fewer decode rows are held to the pace of so many: a step of theirs takes little less, and prompts three times as
@@ -37,13 +36,10 @@ first token, and batches of more tokens don't get through more of them in the sa
 TTFT_TARGET_MS = 400.0
 """Without `--ttft-target-ms` and `--itl-target-ms`: how long prompts may take, all that wait together."""
 MARGIN = 0.96
-"""Of the target, for what the model doesn't know."""
+"""Of `--itl-target-ms`, for what the model doesn't know."""
 TIE = 1.05
 """Ways that take up to so many times as long as the fastest count as equal: the one with the shortest decode step is
 taken."""
-STRETCH, WORTH = 1.07, 2.0
-"""Without `--itl-target-ms`: the prefill lane is taken, too, where a decode step takes up to so many times the target,
-if what keeps the target takes prompts so many times as long."""
 DELIVERY_US = 4.0
 """A step's tokens go out one row after another: for each row clients may see so much more than the step."""
 
@@ -113,8 +109,7 @@ class AutoPolicy:
         """An ITL target alone is kept whatever waits; without any, decode's lone pace and TTFT_TARGET_MS are."""
         if ttft_target_ms is None and itl_target_ms is None:
             ttft_target_ms = TTFT_TARGET_MS
-        self._target_us = None if itl_target_ms is None else 1e3 * itl_target_ms
-        self._stretch = STRETCH if itl_target_ms is None else 1.0
+        self._target_us = None if itl_target_ms is None else MARGIN * 1e3 * itl_target_ms
         self._patience_us = float("inf") if ttft_target_ms is None else 1e3 * ttft_target_ms
         self._token_budget = token_budget
         self.model = StepModel(times, token_budget)
@@ -122,7 +117,7 @@ class AutoPolicy:
     def choose(self, load: Load) -> Choice:
         if not load.rows:
             return Choice(min(MOST_PRIMARY_TOKENS, self._token_budget), Way.ALONE)
-        target = MARGIN * self.target(load) - DELIVERY_US * load.rows
+        target = self.target(load) - DELIVERY_US * load.rows
         chunk, ways = self._best_chunk(load, target), []
         if chunk is not None:
             ways.append(
@@ -131,8 +126,6 @@ class AutoPolicy:
         lanes = [self._lane(load, partition) for partition in self.model.partitions]
         ways += [lane for lane in lanes if lane.step_us <= target]
         way = self._best(ways) if ways else self._gentlest(load)
-        stretched = [lane for lane in lanes if lane.step_us <= self._stretch * target and WORTH * lane.us <= way.us]
-        way = self._best(stretched) if stretched else way
         return way.choice if way.us <= self._patience_us else self._patient(load, way)
 
     def _best(self, ways: list[_Prospect]) -> _Prospect:
@@ -164,13 +157,16 @@ class AutoPolicy:
         return best
 
     def _kept_us(self, load: Load, chunk: int, target: float) -> float:
-        """Until the prompts are computed in the chunks that keep the target: they shrink as the history grows."""
+        """Until the prompts are computed in the chunks that keep the target: they shrink as the history grows.
+
+        The first waits for the decode step in flight.
+        """
         us = 0.0
         for share in (0.25, 0.75):
             there = replace(load, history=load.history + round(share * load.first))
             tokens = self._best_chunk(there, target) or self.model.sizes(load.rows)[0]
             us += load.remaining / 2 / tokens * self.model.mixed(there, tokens)
-        return max(us, self.model.mixed(load, chunk))
+        return max(us, self.model.mixed(load, chunk)) + self.model.decode(load)
 
     def _gentlest(self, load: Load) -> _Prospect:
         """The way with the shortest decode step."""

@@ -215,24 +215,6 @@ def test_rows_between_two_measured_counts_take_what_the_larger_does() -> None:
     assert auto(times=few).model.beside(load(2), 0) == auto(times=few).model.beside(load(64), 0) == 6000
 
 
-@pytest.mark.parametrize(
-    ("decode_us", "prefill_us", "itl_ms", "way"),
-    [
-        (6800, 80_000, None, Way.LANE),
-        (7200, 80_000, None, Way.MIXED),
-        (6800, 120_000, None, Way.MIXED),
-        (6800, 80_000, 6.894, Way.MIXED),
-    ],
-)
-def test_the_target_is_stretched_for_what_halves_the_wait(
-    decode_us: int, prefill_us: int, itl_ms: float | None, way: Way
-) -> None:
-    """The target is 6.55 ms with its margin; chunks of 128 keep it and take some 200 ms, the lane 94 or 134 ms. Red
-    when steps that are 4 % too long double a prompt's wait, when 10 % are taken for it or a smaller gain will do, or
-    when a target that was asked for is broken."""
-    assert auto(itl_ms, partitioned(decode_us, prefill_us)).choose(load()).way is way
-
-
 def test_few_rows_read_their_context_more_slowly_on_a_partition() -> None:
     """Red when a partition's reading of KV is taken as the same for every number of rows."""
     (only,) = TIMES.partitions
