@@ -78,11 +78,12 @@ class OpenAiApi:
     # ------------------------------ completions
 
     async def completions(self, exchange: Exchange) -> None:
-        await self._turns.mine()
-        with self._served.refusals_counted():
-            body = parse_completion(decode_object(await exchange.body()))
-            self._served.check_model(body.options.model)
-        await exchange.unless_gone(self._complete(exchange, body))
+        with self._served.call():
+            await self._turns.mine()
+            with self._served.refusals_counted():
+                body = parse_completion(decode_object(await exchange.body()))
+                self._served.check_model(body.options.model)
+            await exchange.unless_gone(self._complete(exchange, body))
 
     async def _complete(self, exchange: Exchange, body: CompletionBody) -> None:
         prompts: list[Prompt] = []
@@ -134,11 +135,12 @@ class OpenAiApi:
     # ------------------------------ chat
 
     async def chat(self, exchange: Exchange) -> None:
-        await self._turns.mine()
-        with self._served.refusals_counted():
-            body = parse_chat(decode_object(await exchange.body()))
-            self._served.check_model(body.options.model)
-        await exchange.unless_gone(self._chat(exchange, body))
+        with self._served.call():
+            await self._turns.mine()
+            with self._served.refusals_counted():
+                body = parse_chat(decode_object(await exchange.body()))
+                self._served.check_model(body.options.model)
+            await exchange.unless_gone(self._chat(exchange, body))
 
     async def _chat(self, exchange: Exchange, body: ChatBody) -> None:
         with self._served.refusals_counted():

@@ -1,7 +1,7 @@
 """The model that a frontend serves, as its edges see it: names, prompts, limits, health, and the way in for requests.
 
 Owns what the HTTP API and the text gRPC service share: the model check, chat rendering, the list of open requests and
-the refusal of new ones while draining. Knows no wire format and samples nothing itself.
+the refusal of new calls while draining. Knows no wire format and samples nothing itself.
 """
 
 from __future__ import annotations
@@ -115,7 +115,9 @@ class Served:
         self._while_lost = Health.STARTING if engine_restarts else Health.DEAD
         self._draining = False
         self._open: dict[OpenRequest, None] = {}
+        self._calls = 0
         self._idle = asyncio.Event()
+        """No call is open."""
         self._idle.set()
 
     # ------------------------------ what is served
@@ -252,10 +254,29 @@ class Served:
             self.metrics.duration.observe(self._clock() - began)
             raise
 
-    def start(self, request: TextRequest) -> OpenRequest:
-        """Send a request on its way; use it as an async context manager, so that leaving it ends the request.
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """Around a call from its arrival to its end, in which it starts its requests.
 
-        Raises ApiError (UNAVAILABLE) while draining.
+        One that came before a drain runs to its end, however long it waits for its turn or a tokenizer; a drain waits
+        for it. One that comes later raises ApiError (UNAVAILABLE).
+        """
+        with self.refusals_counted():
+            if self._draining:
+                raise ApiError(Code.UNAVAILABLE, "the server is shutting down", retry_after_s=DRAIN_RETRY_S)
+        self._calls += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            if not self._calls:
+                self._idle.set()
+
+    def start(self, request: TextRequest) -> OpenRequest:
+        """Send a request of a call on its way; use it as an async context manager, so that leaving it ends the request.
+
+        Raises ApiError (INVALID_ARGUMENT) for stop strings that can't be served.
         """
         if request.deadline_s is None and self._request_timeout is not None:
             request = replace(request, deadline_s=self._request_timeout)
@@ -263,22 +284,19 @@ class Served:
         if span is not None:
             request = replace(request, trace_parent=span.traceparent())
         with self.refusals_counted():
-            if self._draining:
-                raise ApiError(Code.UNAVAILABLE, "the server is shutting down", retry_after_s=DRAIN_RETRY_S)
             answer = self._start(request)
         self.metrics.open_requests += 1
-        self._idle.clear()
         given_up = functools.partial(self._given_up, self._engine.info)
         opened = OpenRequest(answer, len(request.prompt_ids), self.metrics, self._clock, given_up, self._ended, span)
         self._open[opened] = None
         return opened
 
     def drain(self) -> None:
-        """Refuse new requests from now on; health says so at once."""
+        """Refuse new calls from now on; health says so at once."""
         self._draining = True
 
     async def idle(self) -> None:
-        """Returns when no request is open."""
+        """Returns when no call is open."""
         await self._idle.wait()
 
     async def _given_up(self, session: engine_pb2.GetInfoResponse | None) -> None:
@@ -292,8 +310,6 @@ class Served:
     def _ended(self, request: OpenRequest) -> None:
         del self._open[request]
         self.metrics.open_requests -= 1
-        if self.metrics.open_requests == 0:
-            self._idle.set()
 
 
 def _cut_after_last_message(text: str, chat: ChatPrompt) -> str:

@@ -42,6 +42,10 @@ class TextService(text_pb2_grpc.TextServicer):
 
     @with_status
     async def Generate(self, request: text_pb2.GenerateRequest, context: Any) -> None:
+        with self._served.call():
+            await self._generate(request, context)
+
+    async def _generate(self, request: text_pb2.GenerateRequest, context: Any) -> None:
         request_id = request.request_id[:MAX_LABEL_CHARS] or self._new_id()
         with self._served.refusals_counted():
             self._served.check_model(_given(request, "model"))

@@ -69,7 +69,7 @@ class VllmService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc
     async def Generate(self, request: Any, context: Any) -> None:
         """The answer; however the call ends, the request in the engine core ends with it."""
         self._last_request_at = time.time()
-        with self._listed(request.request_id) as call:
+        with self._served.call(), self._listed(request.request_id) as call:
             with self._served.refusals_counted():
                 ids = await prompt_ids(self._served, request)
                 asked = text_request(request, ids, deadline_s(context))

@@ -133,10 +133,10 @@ async def test_one_outcome_a_request() -> None:
 
 
 async def test_idle_means_none_open() -> None:
-    """Red if draining ends before the last request has, or never."""
+    """Red if draining ends before the last call has, or never."""
     site = Site()
-    first, second = site.served.start(TextRequest([1])), site.served.start(TextRequest([1]))
-    await first.aclose()
-    assert not site.served._idle.is_set()
-    await second.aclose()
+    with site.served.call():
+        with site.served.call():
+            pass
+        assert not site.served._idle.is_set()
     await site.served.idle()

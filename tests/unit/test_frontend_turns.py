@@ -194,6 +194,10 @@ class Caller:
 
 class Uncounted:
     @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        yield
+
+    @contextlib.contextmanager
     def refusals_counted(self) -> Iterator[None]:
         yield
 
