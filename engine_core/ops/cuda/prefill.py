@@ -87,6 +87,10 @@ class PagedPrefill:
             "fa3", *dtypes, heads.head_dim, heads.head_dim, no_position_encoding, *plain
         )
 
+    def _cuts(self, bucket: int) -> bool:
+        """Whether so many tokens attend to their keys in two spans."""
+        return bucket <= self._most_cut
+
     def plan(
         self, starts: Sequence[int], lengths: Sequence[int], pages: Sequence[Ints], ring: int = 0, *, bucket: int
     ) -> None:
@@ -106,10 +110,10 @@ class PagedPrefill:
             raise ValueError(f"{total} pages; the limits are {limits}")
         words = self._pinned[ring].numpy()
         firsts = np.cumsum(counts) - counts
-        cut = np.minimum(history, (history + tokens // 2) // 2) // size if bucket <= self._most_cut else 0 * history
+        cut = np.minimum(history, (history + tokens // 2) // 2) // size if self._cuts(bucket) else 0 * history
         whole, earlier = self._schedules
         whole.fill(words[: whole.words], tokens, Span(firsts + cut, history + tokens - size * cut, causal=True))
-        if bucket <= self._most_cut:
+        if self._cuts(bucket):
             earlier.fill(words[whole.words :], tokens, Span(firsts, size * cut, causal=False))
         used = whole.words + earlier.words + total
         if total:
@@ -126,7 +130,7 @@ class PagedPrefill:
         heads, tokens = self._heads, q.shape[0]
         require(out, torch.bfloat16, (tokens, heads.query, heads.head_dim), "out")
         require(kv, torch.bfloat16, (None, 2, heads.page_size, heads.kv, heads.head_dim), "kv")
-        if tokens > self._most_cut:
+        if not self._cuts(tokens):
             self._launch(0, q, kv, out, None)
             return
         other, other_lse, lse = self._earlier_out[:tokens], self._earlier_lse[:tokens], self._lse[:tokens]
