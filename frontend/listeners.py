@@ -25,6 +25,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from access.interceptor import interceptors
 from access.keys import KeyFile
+from frontend.acceptor import Acceptor
 from frontend.api_errors import HttpError, openai_body
 from frontend.config import ConfigError
 from frontend.health import HealthService
@@ -226,6 +227,15 @@ class HttpListener(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start without uvicorn's own listening; `shutdown` closes what stands in `servers`, then the sockets."""
+        await super().startup(sockets=[])
+        acceptor = Acceptor(self._listener, self._protocol, self.config.ssl)
+        self.servers.append(acceptor)  # type: ignore[arg-type]  # a server's close and wait_closed are all it needs
+
+    def _protocol(self) -> HttpProtocol:
+        return HttpProtocol(self.config, self.server_state, self.lifespan.state)
 
     async def main_loop(self) -> None:
         """Wake up once a second, for the Date header, where uvicorn does ten times: an idle server should sleep."""
