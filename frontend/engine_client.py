@@ -23,7 +23,7 @@ from access.policy import AccessError
 from frontend.clock import Clock, SystemClock
 from frontend.engine_calls import EngineCalls, Metadata
 from frontend.request import ApiError, Code, TextRequest
-from frontend.session import PROTOCOL_VERSION, Session
+from frontend.session import ADD_TURNS, PROTOCOL_VERSION, Session
 from frontend.streams import RequestStream, Sequence
 from frontend.wire import ProtocolViolation, build_add
 
@@ -47,7 +47,6 @@ CHANNEL_OPTIONS = [
     ("grpc.http2.lookahead_bytes", 1 << 10),
     ("grpc.use_local_subchannel_pool", 1),  # a new channel must not inherit the old one's connect backoff
 ]
-
 TURNS_A_MESSAGE = 6
 """Turns of readers (`session.READERS` each) before the next message is asked for."""
 logger = logging.getLogger(__name__)
@@ -317,12 +316,14 @@ class EngineClient:
         return message
 
     async def _write_all(self, call: Any, session: Session) -> None:
-        """One write outstanding; what becomes due meanwhile goes together into the next."""
+        """One write outstanding; what becomes due meanwhile, or just behind requests, goes together into the next."""
         while True:
             await self._due.wait()
             self._due.clear()
             while (message := session.take()) is not None:
                 await _write(call, message)
+                for _ in range(ADD_TURNS if message.adds else 0):
+                    await asyncio.sleep(0)
 
     async def _watch(self) -> None:
         """Raise SessionLost after `engine_timeout` of silence; the core sends a heartbeat every second."""

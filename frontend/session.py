@@ -25,6 +25,9 @@ MAX_UNSENT_BYTES = 64 << 20
 """Requests waiting for the transport, while it makes no progress."""
 MAX_ADDS = 256
 """Requests in one message: the engine core takes no more."""
+ADD_TURNS = 16
+"""Turns of the event loop from a message with requests to the next message. A busy engine core takes some ms to read
+one, however little is in it: of many small ones, acknowledgements wait behind all."""
 READERS = 8
 """Readers woken at once: some 20 to 50 µs each to write what they have."""
 MAX_UNREAD = 1 << 17

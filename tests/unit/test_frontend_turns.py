@@ -4,40 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from greenlane.engine.v1 import engine_pb2 as pb
 
+from frontend import engine_client
 from frontend.engine_client import TURNS_A_MESSAGE
 from frontend.http_server import ClientGone
 from frontend.openai_api import CALL_TURNS, CALLS, OpenAiApi
 from frontend.request import ApiError, Code, TextRequest
-from frontend.session import MAX_UNREAD, READERS, Session
+from frontend.session import ADD_TURNS, MAX_UNREAD, READERS, Session
 from frontend.streams import RequestStream
 from frontend.turns import Turns
 from frontend.wire import build_add
 from tests.unit.client_rig import connected_client
+from tests.unit.loop_clock import Clock
+from tests.unit.scripted_answers import until
 from tests.unit.scripted_engine import HANG_GUARD_S, ScriptedEngine, finish, info, listening, socket_folder, step_output
 
 TOKEN = 7
-
-
-class Clock:
-    """Counts the turns of the event loop."""
-
-    def __init__(self) -> None:
-        self.now = 0
-        self._ticking = asyncio.create_task(self._tick())
-
-    async def _tick(self) -> None:
-        while True:
-            await asyncio.sleep(0)
-            self.now += 1
-
-    def stop(self) -> None:
-        self._ticking.cancel()
 
 
 def asked(count: int) -> tuple[Session, list[RequestStream]]:
@@ -143,6 +131,33 @@ async def test_the_next_message_is_asked_for_while_readers_wait(monkeypatch: pyt
         clock.stop()
     assert read_when_asked[0] == READERS * (TURNS_A_MESSAGE - 1), "the last ones woken read before anything is sent"
     assert {reads.count(turn) for turn in reads} == {READERS}
+
+
+async def test_requests_of_one_moment_travel_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if each becomes a message of its own, or the first of them waits: a busy engine core reads messages more
+    slowly than they can be made, and the acknowledgement that it waits for stands behind them."""
+    clock = Clock()
+    sent: list[tuple[int, int]] = []
+    write = engine_client._write
+
+    async def at_once(call: Any, message: pb.SessionRequest) -> None:
+        """A transport that never holds a request up."""
+        if message.adds:
+            sent.append((clock.now, len(message.adds)))
+        else:
+            await write(call, message)
+
+    monkeypatch.setattr(engine_client, "_write", at_once)
+    engine = ScriptedEngine(info())
+    async with socket_folder() as folder, listening(engine, folder / "engine"), connected_client(folder) as client:
+        for _ in range(3 * ADD_TURNS):
+            await client.submit(TextRequest([1]))
+            await asyncio.sleep(0)
+        await until(lambda: sum(count for _, count in sent) == 3 * ADD_TURNS)
+    clock.stop()
+    assert sent[0][1] == 1, "there was nothing to wait for"
+    turns = [turn for turn, _ in sent]
+    assert all(later - turn >= ADD_TURNS for turn, later in itertools.pairwise(turns)), turns
 
 
 async def test_work_takes_turns() -> None:
