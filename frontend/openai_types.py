@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import cast
 
 from frontend.grammar import asked_grammar
 from frontend.openai_fields import INT32_MAX, UINT64_MAX, Fields, Json, invalid, kind
@@ -310,11 +311,10 @@ def _prompts(fields: Fields) -> list[str] | list[PromptIds]:
 def _ids(values: list[object], where: str) -> PromptIds:
     if len(values) > MAX_PROMPT_IDS:
         raise invalid(f"{where} has {len(values)} token ids; at most {MAX_PROMPT_IDS} are allowed", "prompt")
-    ids: PromptIds = []
-    for value in values:
-        if type(value) is not int:  # an exact comparison: True is an int too
-            raise invalid(f"{where} must hold token ids only, not {kind(value)}", "prompt")
-        ids.append(value)
+    if set(map(type, values)) - {int}:  # exact types: True is an int too
+        other = next(value for value in values if type(value) is not int)
+        raise invalid(f"{where} must hold token ids only, not {kind(other)}", "prompt")
+    ids = cast(PromptIds, values)
     if ids and not (min(ids) >= 0 and max(ids) <= INT32_MAX):
         raise invalid(f"{where} holds a token id outside 0 to {INT32_MAX}", "prompt")
     return ids
