@@ -50,8 +50,8 @@ def layer_weights(shape: Shape) -> int:
 
 
 def floor_of(case: str, took_us: float, shape: Shape) -> Floor:
-    """`case` as gpu_profile.py names it: decode:R, prefill:T or mixed:R+T."""
-    match = re.fullmatch(r"(decode|prefill|mixed):(?:(\d+)\+)?(\d+)", case)
+    """`case` as gpu_profile.py names it: decode:R, prefill:T, eager:T or mixed:R+T."""
+    match = re.fullmatch(r"(decode|prefill|eager|mixed):(?:(\d+)\+)?(\d+)", case)
     if match is None:
         raise ValueError(f"{case!r} has no floor of its own")
     kind, first, last = match[1], int(match[2] or 0), int(match[3])
