@@ -335,6 +335,8 @@ def ready_info(base: pb.GetInfoResponse, config: EngineConfig, limits: ModelLimi
     info.lanes.decode_sms = ready.decode_sms
     info.lanes.prefill_sms = ready.prefill_sms
     info.lanes.sm_alignment = ready.sm_alignment
+    if len(ready.decode_sms_choices) > 1:
+        info.lanes.decode_sms_choices.extend(ready.decode_sms_choices)
     info.limits.max_model_len = limits.max_model_len
     return info
 
@@ -367,6 +369,7 @@ def announce(ready_fd: int, address: str, info: pb.GetInfoResponse) -> None:
                 "decode_sms": info.lanes.decode_sms,
                 "prefill_sms": info.lanes.prefill_sms,
                 "sm_alignment": info.lanes.sm_alignment,
+                "decode_sms_choices": list(info.lanes.decode_sms_choices),
             },
         },
     }

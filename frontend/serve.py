@@ -230,8 +230,11 @@ def _lanes(ready: Mapping[str, Ready]) -> str:
     lanes = _info(ready)["info"].get("lanes", {})
     if lanes.get("overlap", "off") == "off":
         return ""
-    split = f" ({lanes['decode_sms']} SMs beside {lanes['prefill_sms']}, in steps of {lanes['sm_alignment']})"
-    return f" · lanes {lanes['overlap']}{split if lanes['decode_sms'] else ''}"
+    decode, prefill = lanes["decode_sms"], lanes["prefill_sms"]
+    split = f"{decode} SMs beside {prefill}, in steps of {lanes['sm_alignment']}"
+    if choices := lanes["decode_sms_choices"]:
+        split = f"{', '.join(map(str, choices))} of {decode + prefill} SMs for decode"
+    return f" · lanes {lanes['overlap']}{f' ({split})' if decode else ''}"
 
 
 def _info(ready: Mapping[str, Ready]) -> dict[str, Any]:

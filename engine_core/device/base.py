@@ -133,6 +133,8 @@ class LaneSizes:
     decode_sms: int = 0
     prefill_sms: int = 0
     sm_alignment: int = 0
+    choices: tuple[int, ...] = ()
+    """SMs for decode of every partition, in their order; empty without partitions."""
 
 
 @dataclass(slots=True)

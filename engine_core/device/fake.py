@@ -19,7 +19,7 @@ from engine_core.config import WorkerConfig
 from engine_core.device.base import Batch, Device, Int32, LaneSizes, Sampled, page_budget
 from engine_core.device.driver import Driver, Watch
 from engine_core.device.fake_driver import HOST, Clocks, FakeTable, RaceDetected
-from engine_core.device.green import SM_ALIGNMENT, GreenPartition
+from engine_core.device.green import lane_sizes
 from engine_core.device.streams import open_streams
 from engine_core.model_config import load_model_config
 from engine_core.ops.masks import allowed_ids
@@ -231,7 +231,7 @@ def open_on(table: FakeTable, config: WorkerConfig, watch: Watch, progress: Call
         max_model_len=max_model_len,
         dtype="float32",
         name="fake",
-        lanes=_lane_sizes(partitions),
+        lanes=lane_sizes(partitions) if partitions else LaneSizes(),
         partitions=[partition.prefill for partition in partitions],
         times=pretended_times(config.max_num_seqs, len(partitions)) if config.decode_overlap == "auto" else None,
     )
@@ -255,10 +255,3 @@ def pretended_times(rows: int, partitions: int = 1) -> StepTimes:
         context_ns=35.0,
         history=[(count, float(count)) for count in tokens],
     )
-
-
-def _lane_sizes(partitions: list[GreenPartition]) -> LaneSizes:
-    if not partitions:
-        return LaneSizes()
-    partition = partitions[-1]
-    return LaneSizes(partition.decode_sms, partition.prefill_sms, SM_ALIGNMENT)

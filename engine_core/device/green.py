@@ -7,10 +7,12 @@ contexts, and only once the caller has proven them idle.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from engine_core.device.base import LaneSizes
 from engine_core.device.driver import STREAM_NON_BLOCKING, Driver, DriverError
 from engine_core.device.lanes import LaneStream
 from engine_core.errors import ConfigError
@@ -22,8 +24,8 @@ DEFAULT_DECODE_SMS = 48
 """Of 132: holds decode within 1.4 times its lone pace up to 16 rows, and costs prefill a third of its pace."""
 
 AUTO_DECODE_SMS = (40, 48, 56, 72)
-"""What `auto` chooses from: each costs a second or two of the start. With 16 rows 40 hold decode within twice its lone pace,
-with 64 rows of 1500 tokens it takes 72."""
+"""What `auto` chooses from: each costs a second or two of the start. With 16 rows 40 hold decode within twice its lone
+pace, with 64 rows of 1500 tokens it takes 72."""
 
 
 def check_split(decode_sms: int, total_sms: int) -> None:
@@ -55,6 +57,13 @@ class GreenPartition:
     def close(self) -> None:
         """Destroy streams, then contexts. The caller has proven both streams idle."""
         self._owned.close()
+
+
+def lane_sizes(partitions: Sequence[GreenPartition]) -> LaneSizes:
+    """Of a partitioned GPU."""
+    most = partitions[-1]
+    choices = tuple(partition.decode_sms for partition in partitions)
+    return LaneSizes(most.decode_sms, most.prefill_sms, SM_ALIGNMENT, choices)
 
 
 def split(driver: Driver, decode_sms: int) -> GreenPartition:

@@ -49,6 +49,8 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     decode_sms: int = 0
     prefill_sms: int = 0
     sm_alignment: int = 0
+    decode_sms_choices: tuple[int, ...] = ()
+    """Of the splits that the lanes' policy chooses from, ascending."""
     times: StepTimes | None = None
     """Where the lanes' policy follows the load."""
     no_grammars: str | None = None

@@ -9,7 +9,7 @@ line holds token ids or text. A worker that is started again appends a further h
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -56,10 +56,13 @@ class Launch(_Line):
 
 
 class PrefillLaunch(_Line, tag="prefill_launch"):
+    """`decode_sms`: left to decode while it runs; 0 where none count."""
+
     step: int
     at: int
     rows: int
     chunk_tokens: int
+    decode_sms: int
 
 
 class Decode(_Line):
@@ -175,13 +178,21 @@ NO_STEP_LOG = NoStepLog()
 
 
 class FileStepLog:
-    """Lines to a writer, spans from a timer. `now` counts in seconds; `origin` is µs 0."""
+    """Lines to a writer, spans from a timer. `now` counts in seconds; `origin` is µs 0; `decode_sms` by partition."""
 
-    def __init__(self, writer: LineWriter, timer: Timer, now: Callable[[], float], origin: float) -> None:
+    def __init__(
+        self,
+        writer: LineWriter,
+        timer: Timer,
+        now: Callable[[], float],
+        origin: float,
+        decode_sms: Sequence[int] = (),
+    ) -> None:
         self._writer = writer
         self._timer = timer
         self._now = now
         self._origin = origin
+        self._decode_sms = decode_sms
         self._encoder = msgspec.json.Encoder()
 
     def write(self, line: _Line) -> None:
@@ -204,7 +215,8 @@ class FileStepLog:
         self.write(Launch(plan.step, at, self._us(self._now()) - at, decode_rows, tokens, LANES[lane]))
 
     def prefill_launched(self, batch: Batch) -> None:
-        self.write(PrefillLaunch(batch.step, self._us(self._now()), len(batch.slots), len(batch.ids)))
+        sms = self._decode_sms[batch.partition or 0] if self._decode_sms else 0
+        self.write(PrefillLaunch(batch.step, self._us(self._now()), len(batch.slots), len(batch.ids), sms))
 
     def completed(self, batch: Batch, span: Span | None) -> None:
         if span is None:
@@ -261,7 +273,7 @@ def open_step_log(
     file = open_lines(path)
     timer = GpuTimer(device.driver, device.streams, now_us) if device.timed else HostTimer(now_us)
     writer = LineWriter(file, lambda count: msgspec.json.encode(Dropped(count)) + b"\n")
-    step_log = FileStepLog(writer, timer, now, origin)
+    step_log = FileStepLog(writer, timer, now, origin, device.lanes.choices)
     step_log.write(
         Header(
             version=VERSION,

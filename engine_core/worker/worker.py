@@ -273,11 +273,12 @@ def _serve(frames: ZmqFrames, channel: FrameChannel, rank: int, control_fd: int 
         channel.send(Farewell(str(error) if refused else describe_chain(error), config_error=refused))
         return EXIT_REFUSED if refused else EXIT_FAILED
     loaded = time.monotonic() - started
-    lanes = (device.lanes.decode_sms, device.lanes.prefill_sms, device.lanes.sm_alignment)
     unserved = opened if isinstance(opened, str) else None
     channel.send(
         Ready(
-            *(device.total_pages, device.max_model_len, device.dtype, device.name, loaded, *lanes, device.times),
+            *(device.total_pages, device.max_model_len, device.dtype, device.name, loaded),
+            *(device.lanes.decode_sms, device.lanes.prefill_sms, device.lanes.sm_alignment, device.lanes.choices),
+            times=device.times,
             no_grammars=unserved,
         )
     )

@@ -91,10 +91,10 @@ class _Picture:
 
     def _head(self) -> Iterator[Text]:
         head = self._run.header
-        split = f", {head.decode_sms} SMs decode + {head.prefill_sms} prefill" if head.decode_sms else ""
+        split = self._run.split()
         source = "times stamped by the GPU" if head.clock == "gpu" else "times of the host"
         yield Text(24, 32, self._title(), "ink", 17)
-        yield Text(24, 53, f"--decode-overlap {head.overlap}{split} · {source}", "muted", 12.5)
+        yield Text(24, 53, f"--decode-overlap {head.overlap}{f', {split}' if split else ''} · {source}", "muted", 12.5)
 
     def _labels(self) -> Iterator[Text]:
         head = self._run.header

@@ -53,12 +53,13 @@ class Launch(_Line):
 
 
 class PrefillLaunch(_Line, tag="prefill_launch"):
-    """A batch given to the prefill lane."""
+    """A batch given to the prefill lane. `decode_sms`: left to decode meanwhile; 0: none count, or an older log."""
 
     step: int
     at: int
     rows: int
     chunk_tokens: int
+    decode_sms: int = 0
 
 
 class Decode(_Line):
@@ -138,6 +139,15 @@ class Run:
     idles: list[Idle] = field(default_factory=list)
     dropped: int = 0
     unreadable: int = 0
+
+    def split(self) -> str:
+        """SMs of the lanes, for people; with `auto` those that batches were given, empty where none count."""
+        head, given = self.header, sorted({launch.decode_sms for launch in self.prefill_launches} - {0})
+        if not head.decode_sms:
+            return ""
+        if head.overlap == "auto" and given:
+            return f"{', '.join(map(str, given))} of {head.decode_sms + head.prefill_sms} SMs decode"
+        return f"{head.decode_sms} SMs decode + {head.prefill_sms} prefill"
 
     def add(self, event: Event) -> None:
         match event:

@@ -162,7 +162,8 @@ def as_json(run: Run, summary: Summary) -> dict[str, Any]:
 
 def print_summary(console: rich.console.Console, run: Run, summary: Summary) -> None:
     head = run.header
-    sms = f" · SMs {head.decode_sms} decode, {head.prefill_sms} prefill" if head.decode_sms else ""
+    split = run.split()
+    sms = f" · {split}" if split else ""
     title = f"{head.model} on {head.device}, overlap {head.overlap}{sms}, times of the {head.clock}"
     console.print(title, highlight=False, markup=False, soft_wrap=True)
     table = rich.table.Table(box=rich.box.SIMPLE)

@@ -10,6 +10,7 @@ import grpc
 import pytest
 from greenlane.engine.v1 import engine_pb2, engine_pb2_grpc
 
+from engine_core.device.green import AUTO_DECODE_SMS
 from tests.e2e.conftest import MakeServer
 from tests.e2e.harness import CHANNEL_OPTIONS, Server
 
@@ -55,11 +56,23 @@ def test_auto_gives_the_tokens_of_off(make_server: MakeServer) -> None:
     assert ways(off)["lane"] == 0
 
 
+def test_the_splits_that_auto_chooses_from_are_told(make_server: MakeServer) -> None:
+    """Red when the start-up line or GetInfo names one split as if it were always in force."""
+    server = make_server(*FLAGS, "--decode-overlap=auto")
+    spoken = ", ".join(map(str, AUTO_DECODE_SMS))
+    assert f"lanes auto ({spoken} of 132 SMs for decode)" in server.logged()
+    with grpc.insecure_channel(server.engine, options=CHANNEL_OPTIONS) as channel:
+        info = engine_pb2_grpc.EngineStub(channel).GetInfo(engine_pb2.GetInfoRequest(), timeout=60)
+    assert tuple(info.lanes.decode_sms_choices) == AUTO_DECODE_SMS
+    assert info.lanes.decode_sms == AUTO_DECODE_SMS[-1]
+
+
 def test_what_is_in_force_is_told(make_server: MakeServer) -> None:
     """Red when the start-up line, GetInfo or the metrics don't say the mode, each lane's SMs and their alignment."""
     server = make_server(*FLAGS, "--decode-overlap=green", "--decode-sms=32")
     assert "lanes green (32 SMs beside 100, in steps of 8)" in server.logged()
     lanes = server.ready["info"]["lanes"]
+    assert lanes.pop("decode_sms_choices") == []
     assert lanes == {"overlap": "green", "decode_sms": 32, "prefill_sms": 100, "sm_alignment": 8}
     metrics = server.metrics()
     told = {lane: metrics["greenlane_engine_lane_sms", "1", lane, "green"] for lane in ("primary", "prefill")}

@@ -177,7 +177,7 @@ def test_lines_tell_what_ran_when() -> None:
     assert [line["beside"] for line in decodes] == [False, True, True, False]
     assert [line["end"] - line["start"] for line in decodes] == [2000.0] * 4
     (launched,) = (line for line in lines if line["event"] == "prefill_launch")
-    assert launched == {"event": "prefill_launch", "step": 2, "at": 0, "rows": 1, "chunk_tokens": 6}
+    assert launched == {"event": "prefill_launch", "step": 2, "at": 0, "rows": 1, "chunk_tokens": 6, "decode_sms": 0}
     (batch,) = (line for line in lines if line["event"] == "complete")
     assert (batch["step"], batch["rows"], batch["chunk_tokens"]) == (2, 1, 6)
     assert batch["start"] <= decodes[1]["start"]
@@ -194,7 +194,7 @@ def test_lines_hold_no_token_ids() -> None:
     keys = {key for line in rig.lines() for key in line}
     assert keys == {
         *("event", "step", "at", "host_us", "decode_rows", "chunk_tokens", "lane", "start", "end", "beside", "rows"),
-        "prefill",
+        *("prefill", "decode_sms"),
     }
 
 

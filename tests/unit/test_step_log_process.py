@@ -109,7 +109,9 @@ def test_a_worker_s_log_is_what_trace_reads(rig: Rig) -> None:
     assert steps[:2] == [(1, 0, 2), (2, 1, 0)]
     assert steps[-1] == (len(steps), 2, 0)
     assert [(plan.step, plan.decode_rows) for plan in run.launches] == [(step, rows) for step, rows, _ in steps]
-    assert [(batch.step, batch.rows, batch.chunk_tokens) for batch in run.prefill_launches] == [(2, 1, 24)]
+    launched = [(batch.step, batch.rows, batch.chunk_tokens, batch.decode_sms) for batch in run.prefill_launches]
+    assert launched == [(2, 1, 24, 64)]
+    assert run.split() == "64 SMs decode + 68 prefill"
     assert [(batch.step, batch.rows, batch.chunk_tokens) for batch in run.prefills] == [(2, 1, 24)]
     assert [join.prefill for join in run.joins] == [2]
     assert run.idles

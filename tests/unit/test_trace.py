@@ -43,6 +43,17 @@ def header(**changes: Any) -> dict[str, Any]:
     return {**json.loads(LOG.read_text().splitlines()[0]), **changes}
 
 
+def test_what_auto_gave_its_batches(tmp_path: Path) -> None:
+    """Red when a log of `auto` is said to have had the header's split throughout."""
+    launches = [
+        {"event": "prefill_launch", "step": step, "at": step, "rows": 1, "chunk_tokens": 64, "decode_sms": sms}
+        for step, sms in enumerate((48, 40, 48), 1)
+    ]
+    (only,) = read_runs(written(tmp_path, header(overlap="auto", decode_sms=72, prefill_sms=60), *launches))
+    assert only.split() == "40, 48 of 132 SMs decode"
+    assert run().split() == f"{run().header.decode_sms} SMs decode + {run().header.prefill_sms} prefill"
+
+
 # ------------------------------ figures
 
 

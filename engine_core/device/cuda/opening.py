@@ -31,7 +31,7 @@ from engine_core.device.cuda.measure import step_times
 from engine_core.device.cuda.rows import DeviceRows
 from engine_core.device.cuda.staging import RING, Staging
 from engine_core.device.driver import Driver, Watch
-from engine_core.device.green import SM_ALIGNMENT
+from engine_core.device.green import SM_ALIGNMENT, lane_sizes
 from engine_core.device.lanes import LaneStream
 from engine_core.device.streams import open_streams
 from engine_core.errors import ConfigError
@@ -203,7 +203,7 @@ def _rope(model: ModelConfig, positions: int) -> torch.Tensor:
 def _lane_sizes(opened: Opened) -> LaneSizes:
     if not opened.partitions:
         return LaneSizes(opened.sms, opened.sms if Lane.PREFILL in opened.streams else 0, SM_ALIGNMENT)
-    return LaneSizes(opened.partitions[-1].decode_sms, opened.partitions[-1].prefill_sms, SM_ALIGNMENT)
+    return lane_sizes(opened.partitions)
 
 
 def _max_model_len(config: WorkerConfig, model: ModelConfig) -> int:

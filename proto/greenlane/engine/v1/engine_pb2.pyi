@@ -344,16 +344,18 @@ class SamplingDefaults(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ...) -> None: ...
 
 class LaneInfo(_message.Message):
-    __slots__ = ("overlap", "decode_sms", "prefill_sms", "sm_alignment")
+    __slots__ = ("overlap", "decode_sms", "prefill_sms", "sm_alignment", "decode_sms_choices")
     OVERLAP_FIELD_NUMBER: _ClassVar[int]
     DECODE_SMS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_SMS_FIELD_NUMBER: _ClassVar[int]
     SM_ALIGNMENT_FIELD_NUMBER: _ClassVar[int]
+    DECODE_SMS_CHOICES_FIELD_NUMBER: _ClassVar[int]
     overlap: str
     decode_sms: int
     prefill_sms: int
     sm_alignment: int
-    def __init__(self, overlap: _Optional[str] = ..., decode_sms: _Optional[int] = ..., prefill_sms: _Optional[int] = ..., sm_alignment: _Optional[int] = ...) -> None: ...
+    decode_sms_choices: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, overlap: _Optional[str] = ..., decode_sms: _Optional[int] = ..., prefill_sms: _Optional[int] = ..., sm_alignment: _Optional[int] = ..., decode_sms_choices: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GetStatsRequest(_message.Message):
     __slots__ = ()
