@@ -7,14 +7,18 @@ from all of them in the next turn: 256 that come together held up every open str
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
+import select
 import socket
 import ssl
 from collections.abc import Callable
 
 RETRY_S = 1.0
 """Without room for another connection (descriptors, memory), until it is tried again."""
+READ_TURNS = 4
+"""Turns of the event loop in which a connection that was taken begins, is read, and its request begins."""
 NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 logger = logging.getLogger(__name__)
 
@@ -34,6 +38,22 @@ class Acceptor:
         self._opening: set[asyncio.Task[object]] = set()
         """Connections that shake hands, or begin."""
         self._listen()
+
+    async def catch_up(self, at_most_s: float) -> None:
+        """Returns when every connection that waited is taken, and the request that it brought has begun.
+
+        After that time at all events: others may come as fast, and shake hands for ever.
+        """
+        waiting = select.poll()
+        waiting.register(self._listener, select.POLLIN)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(at_most_s):
+                while self._retry is None and waiting.poll(0):  # noqa: ASYNC110 - nothing tells of an empty queue
+                    await asyncio.sleep(0)
+                if self._opening:
+                    await asyncio.wait(self._opening)
+                for _ in range(READ_TURNS):
+                    await asyncio.sleep(0)
 
     def close(self) -> None:
         """Take no more. Idempotent; call it before the socket is closed."""

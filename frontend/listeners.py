@@ -223,6 +223,8 @@ class HttpListener(uvicorn.Server):
         self._listener = listener
         self._stopping = asyncio.Event()
         self._running: asyncio.Task[None] | None = None
+        self._acceptor: Acceptor | None = None
+        """Once it serves."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -231,8 +233,8 @@ class HttpListener(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start without uvicorn's own listening; `shutdown` closes what stands in `servers`, then the sockets."""
         await super().startup(sockets=[])
-        acceptor = Acceptor(self._listener, self._protocol, self.config.ssl)
-        self.servers.append(acceptor)  # type: ignore[arg-type]  # a server's close and wait_closed are all it needs
+        self._acceptor = Acceptor(self._listener, self._protocol, self.config.ssl)
+        self.servers.append(self._acceptor)  # type: ignore[arg-type]  # a server's close and wait_closed are all it needs
 
     def _protocol(self) -> HttpProtocol:
         return HttpProtocol(self.config, self.server_state, self.lifespan.state)
@@ -252,8 +254,11 @@ class HttpListener(uvicorn.Server):
     async def stop(self) -> None:
         """Close the listener and the connections, at once where nothing is being answered.
 
-        A client who reads no further is cut off: what is still to be written for it would wait for ever.
+        Requests whose connections wait to be taken get their answer first. A client who reads no further is cut off:
+        what is still to be written for it would wait for ever.
         """
+        if self._acceptor is not None and self._running is not None and not self._running.done():
+            await self._acceptor.catch_up(STOP_S)
         self.should_exit = True
         self._stopping.set()
         if self._running is None:

@@ -34,10 +34,10 @@ def listener() -> Iterator[socket.socket]:
 
 
 @contextlib.asynccontextmanager
-async def accepting(*arguments: Any) -> AsyncIterator[None]:
+async def accepting(*arguments: Any) -> AsyncIterator[Acceptor]:
     taker = Acceptor(*arguments)
     try:
-        yield
+        yield taker
     finally:
         taker.close()
         await taker.wait_closed()
@@ -141,11 +141,12 @@ async def test_a_failed_handshake_is_the_client_s_own_affair(
         plain, gone, silent = clients(stack, listener, 3)
         plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
         gone.close()
-        async with asyncio.timeout(HANG_GUARD_S), accepting(listener, lambda: Noted(made, clock), context):
+        async with asyncio.timeout(HANG_GUARD_S), accepting(listener, lambda: Noted(made, clock), context) as taker:
             await until(lambda: caplog.text.count("ended before it began") == 2)
             host, port = listener.getsockname()[:2]
             _, writer = await asyncio.open_connection(host, port, ssl=trust)
             writer.close()
+            await taker.catch_up(0.01)
         silent.settimeout(HANG_GUARD_S)
         assert silent.recv(1) == b"", "the connection outlived its listener"
     clock.stop()
