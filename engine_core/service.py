@@ -299,7 +299,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             await self._core.room()
 
     async def _write(self, stream: _Stream, context: Context) -> None:
-        """One write outstanding; what comes meanwhile merges into the next."""
+        """One write outstanding; what comes meanwhile merges into the next. Returns when the client has gone."""
         session = stream.session
         while True:
             message = session.take(self._clock())
@@ -307,7 +307,10 @@ class EngineService(engine_pb2_grpc.EngineServicer):
                 stream.changed.clear()
                 await stream.changed.wait()
             else:
-                await context.write(message)
+                try:
+                    await context.write(message)
+                except grpc.aio.InternalError:  # it left, or was killed, with this write under way
+                    return
                 session.written(self._clock())
 
     # -------------------------- unary calls

@@ -21,6 +21,7 @@ from engine_core.server import bind, build_server
 from engine_core.service import ENGINE_SERVICE, MAX_SESSIONS, EngineService
 from tests.unit.served_engine import (
     GUARD_S,
+    HELLO,
     INFO,
     LIMITS,
     NOT_SERVING,
@@ -72,6 +73,28 @@ async def test_closing_the_stream_aborts_its_requests(serving: Rig) -> None:
     await serving.until(lambda: serving.core.closed() == [1, 2])
     serving.service.deliver([Output(1, 1, accepted=[1]), Output(2, 1, accepted=[1])])
     assert (await guarded(serving.engine.GetStats(pb.GetStatsRequest()))).gauges.sessions == 0
+
+
+class Lost:
+    """The context of a call whose client is killed while something is written to it: gRPC fails the write."""
+
+    async def write(self, message: pb.SessionResponse) -> None:
+        raise grpc.aio.InternalError('Failed "execute_batch"')
+
+
+async def test_a_client_that_is_lost_within_a_write_is_no_failure(
+    serving: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Red if a frontend killed at the wrong moment is logged as an internal error of the engine core."""
+
+    async def silence() -> AsyncIterator[pb.SessionRequest]:
+        yield HELLO
+        await asyncio.Event().wait()
+
+    service: Any = serving.service
+    await guarded(service.Session(silence(), Lost()))
+    assert serving.core.closed() == [1]
+    assert "call_failed" not in caplog.text
 
 
 async def test_a_protocol_violation_ends_one_session_only(serving: Rig) -> None:
