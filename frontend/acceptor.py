@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 
 
 class Acceptor:
-    """Takes connections from now on, until it is closed; open ones stay. The socket is its owner's to close."""
+    """Takes connections from now on, until it is closed; open ones stay. The socket is its owner's to close, or
+    `finish` does."""
 
     def __init__(
         self, listener: socket.socket, protocol: Callable[[], asyncio.Protocol], tls: ssl.SSLContext | None = None
@@ -39,10 +40,11 @@ class Acceptor:
         """Connections that shake hands, or begin."""
         self._listen()
 
-    async def catch_up(self, at_most_s: float) -> None:
-        """Returns when every connection that waited is taken, and the request that it brought has begun.
+    async def finish(self, at_most_s: float) -> None:
+        """Take who waits, close the socket in the turn in which nobody does, and return when what they ask has begun.
 
-        After that time at all events: others may come as fast, and shake hands for ever.
+        Who comes later is refused, not reset. After that time at all events, with the socket open or not: others may
+        come as fast, and shake hands for ever.
         """
         waiting = select.poll()
         waiting.register(self._listener, select.POLLIN)
@@ -50,6 +52,8 @@ class Acceptor:
             async with asyncio.timeout(at_most_s):
                 while self._retry is None and waiting.poll(0):  # noqa: ASYNC110 - nothing tells of an empty queue
                     await asyncio.sleep(0)
+                self.close()
+                self._listener.close()
                 if self._opening:
                     await asyncio.wait(self._opening)
                 for _ in range(READ_TURNS):
@@ -57,7 +61,8 @@ class Acceptor:
 
     def close(self) -> None:
         """Take no more. Idempotent; call it before the socket is closed."""
-        self._loop.remove_reader(self._listener)
+        if self._listener.fileno() >= 0:
+            self._loop.remove_reader(self._listener)
         if self._retry is not None:
             self._retry.cancel()
 

@@ -258,7 +258,7 @@ class HttpListener(uvicorn.Server):
         what is still to be written for it would wait for ever.
         """
         if self._acceptor is not None and self._running is not None and not self._running.done():
-            await self._acceptor.catch_up(STOP_S)
+            await self._acceptor.finish(STOP_S)
         self.should_exit = True
         self._stopping.set()
         if self._running is None:

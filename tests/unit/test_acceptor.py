@@ -130,7 +130,7 @@ async def test_a_failed_handshake_is_the_client_s_own_affair(
     listener: socket.socket, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Red if a client that speaks no TLS, or leaves within the handshake, ends the accepting or fills the log; or if
-    one that says nothing holds up others, or the end."""
+    one that says nothing holds up others, or the end; or if who comes after the end waits for it."""
     authority = Authority(tmp_path)
     issued = authority.issue("localhost")
     context = tls.http_context(Access(str(issued.key), str(issued.cert), None))
@@ -146,7 +146,8 @@ async def test_a_failed_handshake_is_the_client_s_own_affair(
             host, port = listener.getsockname()[:2]
             _, writer = await asyncio.open_connection(host, port, ssl=trust)
             writer.close()
-            await taker.catch_up(0.01)
+            await taker.finish(0.01)
+            assert listener.fileno() == -1
         silent.settimeout(HANG_GUARD_S)
         assert silent.recv(1) == b"", "the connection outlived its listener"
     clock.stop()
