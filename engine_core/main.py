@@ -183,6 +183,16 @@ class EngineProcess:
         await self._service.serve(limits, info)
         gc.collect()
         gc.freeze()  # what stands by now stays: a collection needn't look through it, and hold up a step, again
+        most = self._model.max_position
+        if self._config.max_model_len is None and limits.max_model_len < most:
+            event(
+                log,
+                logging.WARNING,
+                "context_cut",
+                tokens=limits.max_model_len,
+                of=most,
+                remedy="raise --kv-cache-memory",
+            )
         event(log, logging.INFO, "serving", address=self._address, device=ready.device, load_s=round(ready.load_s, 3))
         if self._ready_fd is not None:
             announce(self._ready_fd, self._address, info)

@@ -55,10 +55,15 @@ class ZmqFrames:
             raise ConfigError(f"can't listen on {path}: {error}") from error
 
     def connect(self, address: str) -> None:
+        """Raises ConfigError for what is no address, and is closed then."""
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:
-            raise ConfigError(f"--connect {address} can't be used: {error}") from error
+            self.close(0.0)
+            raise ConfigError(
+                f"--connect {address} can't be used ({error}); it must be ipc:///PATH, where the engine core has "
+                "--worker-address unix:/PATH"
+            ) from error
 
     def watch(self, fd: int) -> None:
         """Have `wait` return when this descriptor becomes readable too."""

@@ -239,7 +239,7 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_REFUSED
     if options.parent_pid is None:
-        command = f"greenlane engine --worker-address unix:{options.connect.removeprefix('ipc://')}"
+        command = f"greenlane engine --model FOLDER --worker-address unix:{options.connect.removeprefix('ipc://')}"
         event(log, logging.INFO, "waiting_for_engine_core", start=command, stop="Ctrl-C or SIGTERM")
     linger_s = EXIT_GRACE_S
     try:

@@ -12,6 +12,7 @@ import grpc
 import pytest
 from greenlane.text.v1 import text_pb2
 
+from tests.e2e.conftest import MakeServer
 from tests.e2e.harness import GUARD_S, Server, long_request, text_stub, until
 
 pytestmark = pytest.mark.e2e
@@ -215,3 +216,13 @@ def test_abandoned_sequences_all_end(server: Server) -> None:
         next(call)
         call.cancel()
     until(lambda: server.stats().counters.finished_abort == aborted + 4, "all four sequences were aborted")
+
+
+def test_a_context_that_is_cut_is_said_to_be(make_server: MakeServer) -> None:
+    """Red when a KV cache too small for the model's context shortens it without a word, or a large one is complained
+    of: 6 layers of 2 x 2 heads of 64 float32 are 6 KiB a token."""
+    cut = make_server("--device=cpu", "--threads=1", "--kv-cache-memory=1536KiB")
+    assert cut.ready["info"]["max_model_len"] < 2048
+    assert '"context_cut"' in cut.logged()
+    assert "raise --kv-cache-memory" in cut.logged()
+    assert '"context_cut"' not in make_server("--device=cpu", "--threads=1", "--kv-cache-memory=64MiB").logged()

@@ -116,3 +116,9 @@ def test_a_worker_ends_behind_its_last_frame(tmp_path: Path) -> None:
     ending.join(GUARD_S)
     assert not ending.is_alive()
     core.end(0.0)
+
+
+def test_a_worker_is_told_what_its_address_must_look_like() -> None:
+    """Red when the engine core's spelling of the same socket is refused without the worker's."""
+    with pytest.raises(ConfigError, match="it must be ipc:///PATH"):
+        connect_worker("unix:/run/worker.sock")
