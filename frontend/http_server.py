@@ -100,18 +100,32 @@ class Exchange:
         return b"".join(chunks)
 
     async def unless_gone(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work`, cancelled as soon as the client is gone. The body must have been read before."""
-        task = asyncio.ensure_future(work)
+        """Run `work`, cancelled as soon as the client is gone. The body must have been read before.
+
+        It runs in the caller's own task: one more for every call was a tenth of what a short call costs here.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        cancelled_before = task.cancelling()
+        over = gone = False
+
+        def leave(_: asyncio.Task[None]) -> None:
+            nonlocal gone
+            if not over:
+                gone = True
+                task.cancel()
+
         watch = asyncio.ensure_future(self._gone())
+        watch.add_done_callback(leave)
         try:
-            await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+            await work
+        except asyncio.CancelledError:
+            if gone and task.uncancel() <= cancelled_before:
+                raise ClientGone from None
+            raise
         finally:
+            over = True
             watch.cancel()
-            task.cancel()
-            await asyncio.wait((task, watch))
-        if task.cancelled():
-            raise ClientGone
-        task.result()
 
     async def answer(
         self, body: bytes, status: int = 200, content_type: bytes = JSON, headers: Headers | None = None
