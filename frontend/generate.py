@@ -84,7 +84,7 @@ class Generation:
         try:
             if self._stream is None:
                 self._stream = await self._client.submit(self._request)
-                self._texts = [self._new_text() for _ in self._stream.sequences]
+                self._texts = [self._new_text() for _ in self._stream.numbers]
                 if self._closed:  # by somebody else, while a long prompt was on its way
                     self._abort()
             stream = self._stream

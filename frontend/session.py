@@ -98,7 +98,8 @@ class Session:
         self._next_number += count
         unread_limit = max(MIN_UNREAD_TOKENS, MAX_UNREAD // (count * (1 + sampling.logprobs)))
         stream = RequestStream(add.number, count, unread_limit)
-        self._sequences.update((sequence.number, sequence) for sequence in stream.sequences)
+        for index, number in enumerate(stream.numbers):
+            self._sequences[number] = Sequence(stream, number, index)
         self._adds[add.number] = (add, size)
         self._unsent_bytes += size
         self._on_due()
@@ -119,14 +120,16 @@ class Session:
 
     def abort(self, stream: RequestStream) -> None:
         """End what is open of a request; it gets nothing more. Idempotent, also for another session's request."""
-        opened = [sequence for sequence in stream.sequences if self._close(sequence)]
+        opened = [number for number in stream.numbers if self._is_open(number, stream)]
         if not opened:
             return
+        for number in opened:
+            del self._sequences[number]
         unsent = self._adds.pop(stream.number, None)
         if unsent is not None:
             self._unsent_bytes -= unsent[1]
         else:
-            self._aborts.extend(sequence.number for sequence in opened)
+            self._aborts.extend(opened)
             self._on_due()
 
     def abort_sequence(self, sequence: Sequence) -> None:
@@ -134,6 +137,11 @@ class Session:
         if self._close(sequence):
             self._aborts.append(sequence.number)
             self._on_due()
+
+    def _is_open(self, number: int, stream: RequestStream) -> bool:
+        """Whether it is a sequence of this stream, without an end yet; numbers alone don't tell, as in `_close`."""
+        sequence = self._sequences.get(number)
+        return sequence is not None and sequence.stream is stream
 
     def _close(self, sequence: Sequence) -> bool:
         """Whether the sequence was open; numbers alone don't tell, every session counts from 1."""

@@ -58,23 +58,28 @@ class Sequence:
 
 
 class RequestStream:
-    """One request in the engine core, from its add to its last word. One reader."""
+    """One request in the engine core, from its add to its last word. One reader.
+
+    Its sequences hold it, and it holds only those with something unread: objects that hold each other stay until a
+    garbage collection finds them, and one that many calls made necessary stops every stream.
+    """
 
     __slots__ = (
         "_waiter",
         "accepted",
         "cached_tokens",
         "error",
+        "numbers",
         "prompt_logprobs",
         "ready",
-        "sequences",
         "started",
         "unread_limit",
     )
 
     def __init__(self, first_number: int, count: int, unread_limit: int) -> None:
         """`unread_limit`: tokens that one sequence may have unread."""
-        self.sequences = [Sequence(self, first_number + index, index) for index in range(count)]
+        self.numbers = range(first_number, first_number + count)
+        """Of its sequences."""
         self.unread_limit = unread_limit
         self.ready: list[Sequence] = []
         """Sequences with something unread, in order of arrival; the reader empties it."""
@@ -91,7 +96,7 @@ class RequestStream:
     @property
     def number(self) -> int:
         """The request's number: its first sequence's."""
-        return self.sequences[0].number
+        return self.numbers[0]
 
     def fail(self, error: ApiError) -> None:
         """End the request; the first error stands."""

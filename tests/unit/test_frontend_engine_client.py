@@ -112,9 +112,9 @@ async def test_acknowledges_before_the_bound_and_not_every_step(folder: Path) ->
         await session.send(finishes=[finish(1)])
         await session.until(lambda: session.ack == 301)
         assert session.acks < 60
-        while not (stream.ready and stream.sequences[0].finished):
+        while not (stream.ready and stream.ready[0].finished):
             await stream.changed()
-        assert stream.sequences[0].tokens == list(range(300))
+        assert stream.ready[0].tokens == list(range(300))
         await client.close()
 
 
@@ -182,7 +182,7 @@ async def test_a_message_at_the_limit_arrives_and_one_beyond_ends_the_session(
     await session.send(tokens=[(1, 7)] * 87_000)  # 12 bytes each
     while not stream.ready:
         await stream.changed()
-    assert len(stream.sequences[0].tokens) == 87_000
+    assert len(stream.ready[0].tokens) == 87_000
     oversized = asyncio.create_task(session.send(tokens=[(1, 7)] * 88_000))
     assert (await failure(stream)).code is Code.UNAVAILABLE
     await asyncio.gather(oversized, return_exceptions=True)  # the client may leave before it is written

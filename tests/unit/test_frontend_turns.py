@@ -43,7 +43,7 @@ def respond(to: Session, sequence: int, numbers: list[int], **fields: Any) -> No
 
 
 def unread(stream: RequestStream) -> int:
-    return len(stream.sequences[0].tokens)
+    return len(stream.ready[0].tokens)
 
 
 async def test_readers_take_turns_and_take_all_there_is() -> None:
@@ -57,7 +57,7 @@ async def test_readers_take_turns_and_take_all_there_is() -> None:
     assert front.hand_on()
     assert [wait.done() for wait in waits] == [True] * READERS + [False] * (READERS + 1)
     for stream in streams[:READERS]:
-        stream.sequences[0].take()
+        stream.ready[0].take()
         stream.ready.clear()
     again = [stream.changed() for stream in streams[:READERS]]
     respond(front, 2, everybody)
