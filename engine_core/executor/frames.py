@@ -21,6 +21,7 @@ QUEUED_FRAMES = 64
 """Far above the plans that may be in flight; a peer that lets more pile up doesn't read."""
 EXIT_GRACE_S = 5.0
 """How long a process or a socket may take to end in good order."""
+OPENED = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED
 
 
 class PeerLost(Exception):
@@ -40,7 +41,9 @@ class ZmqFrames:
             socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(heartbeat_timeout_s * 1000))
         self._context = context
         self._socket = socket
-        self._monitor = socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
+        self._monitor = socket.get_monitor_socket(OPENED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._opened: list[int] = []
+        """Descriptors of the connections, until one of them is the peer."""
         self._peer_fd: int | None = None
         self._lost = False
         self._poller = zmq.Poller()
@@ -106,13 +109,23 @@ class ZmqFrames:
             self._read_monitor()
 
     def _read_monitor(self) -> None:
-        """The first connection is the peer; whoever comes later is turned away by the PAIR socket and harms nobody."""
+        """The first connection that speaks ZMTP is the peer: another process may ask whether anybody listens here.
+
+        Whoever comes later is turned away by the PAIR socket and harms nobody.
+        """
         while self._monitor.poll(0):
             happened = recv_monitor_message(self._monitor)
-            if happened["event"] != zmq.EVENT_DISCONNECTED:
-                self._peer_fd = happened["value"] if self._peer_fd is None else self._peer_fd
-            elif happened["value"] == self._peer_fd:
+            what, fd = happened["event"], happened["value"]
+            if fd == self._peer_fd and what == zmq.EVENT_DISCONNECTED:
                 self._lost = True
+            elif self._peer_fd is not None:
+                continue
+            elif what == zmq.EVENT_DISCONNECTED:
+                self._opened.remove(fd)
+            elif what == zmq.EVENT_HANDSHAKE_SUCCEEDED:  # doesn't say whose, and follows its opening at once
+                self._peer_fd = self._opened[-1]
+            else:
+                self._opened.append(fd)
 
     def close(self, linger_s: float = EXIT_GRACE_S) -> None:
         """Close the socket; frames already sent may go out for `linger_s` seconds more, while the context lives."""

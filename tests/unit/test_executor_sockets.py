@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from engine_core.errors import ConfigError
-from engine_core.executor.frames import ZmqFrames, connect_worker
+from engine_core.executor.frames import PeerLost, ZmqFrames, connect_worker
 from engine_core.executor.sockets import check_private, claim
 from engine_core.executor.zmq import ZmqExecutor
 
@@ -116,6 +116,51 @@ def test_a_worker_ends_behind_its_last_frame(tmp_path: Path) -> None:
     ending.join(GUARD_S)
     assert not ending.is_alive()
     core.end(0.0)
+
+
+def test_who_only_asks_whether_somebody_listens_is_no_worker(tmp_path: Path) -> None:
+    """Red when a second engine core, refused at a socket where a worker is waited for, ends the first by asking."""
+    path = tmp_path / "worker.sock"
+    core = ZmqFrames(zmq.Context(), heartbeat_timeout_s=None)
+    core.bind(path)
+    with pytest.raises(ConfigError, match="another process listens"):
+        claim(path)
+    worker = connect_worker(f"ipc://{path}")
+    worker.send(b"hello")
+    assert next_frame(core) == b"hello"
+    worker.close(0.0)
+    wait_for_loss(core)
+    core.end(0.0)
+
+
+def test_a_worker_s_loss_is_noticed_whoever_came_before_it(tmp_path: Path) -> None:
+    """Red when a connection that says nothing counts as the worker's: then the worker's end isn't noticed, only its."""
+    path = tmp_path / "worker.sock"
+    core = ZmqFrames(zmq.Context(), heartbeat_timeout_s=None)
+    core.bind(path)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
+        silent.connect(str(path))
+        assert silent.recv(64), "the greeting: it is taken"
+        worker = connect_worker(f"ipc://{path}")
+        worker.send(b"hello")
+        assert next_frame(core) == b"hello"
+        worker.close(0.0)
+        wait_for_loss(core)
+        with pytest.raises(BlockingIOError):  # neither more to read nor the end
+            silent.recv(64, socket.MSG_DONTWAIT)
+    core.end(0.0)
+
+
+def next_frame(core: ZmqFrames) -> bytes:
+    while (frame := core.receive()) is None:
+        core.wait(GUARD_S)
+    return frame
+
+
+def wait_for_loss(core: ZmqFrames) -> None:
+    with pytest.raises(PeerLost):  # noqa: PT012 - each wait may return for something else
+        while core.wait(GUARD_S):
+            pass
 
 
 def test_a_worker_is_told_what_its_address_must_look_like() -> None:
