@@ -207,7 +207,7 @@ async def test_who_waits_for_the_other_says_so(folder: Path) -> None:
         with (folder / "alone.log").open("w") as log:
             workers.append(psutil.Popen([sys.executable, "-P", "-m", "engine_core", *arguments], stderr=log))
         waiting = await asyncio.to_thread(logged, folder / "alone.log", "waiting_for_engine_core", workers[1])
-        assert waiting["start"] == f"greenlane engine --worker-address unix:{address}"
+        assert waiting["start"] == f"greenlane engine --model FOLDER --worker-address unix:{address}"
         assert waiting["stop"] == "Ctrl-C or SIGTERM"
         workers[1].send_signal(signal.SIGINT)
         assert [worker.wait(GUARD_S) for worker in workers] == [0, -signal.SIGINT]
