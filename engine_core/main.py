@@ -56,8 +56,6 @@ SETTLE_S = 1.0
 """How long clients may take to acknowledge their last words before the process ends."""
 CLOSE_GRACE_S = 0.3
 BEAT_S = 1.0
-COLLECTIONS = (60_000, 2, 20)
-"""Thresholds of garbage collection, in objects and in collections of the generation below."""
 
 
 def run(
@@ -74,16 +72,6 @@ def run(
             return runner.run(EngineProcess(config, folder, model, sockets, ready_fd).serve(alive_fd))
     except (AccessError, ConfigError) as error:
         return refuse(str(error))
-
-
-def keep_out_of_collections() -> None:
-    """What stands by now stays: a collection needn't look through it, and hold up a step, again.
-
-    Nor is there garbage in a burst of requests: Python's own thresholds have it looked through time and again.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*COLLECTIONS)
 
 
 class EngineProcess:
@@ -193,7 +181,8 @@ class EngineProcess:
     async def _serving(self, limits: ModelLimits, ready: Ready) -> None:
         info = ready_info(self._info, self._config, limits, ready)
         await self._service.serve(limits, info)
-        keep_out_of_collections()
+        gc.collect()
+        gc.freeze()  # what stands by now stays: a collection needn't look through it, and hold up a step, again
         most = self._model.max_position
         if self._config.max_model_len is None and limits.max_model_len < most:
             event(
