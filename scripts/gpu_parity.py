@@ -130,6 +130,15 @@ class Driver:
             time.sleep(0.0002)
         raise RuntimeError("no result within 60 s")
 
+    def prefill(
+        self, starts: list[RowStart], decode: list[int], chunks: list[PrefillChunk], *, lane: bool
+    ) -> StepResult:
+        """The result with what the chunks drew: on the prefill lane that of the step in which they join."""
+        result = self.run(starts, decode, chunks, lane=lane)
+        while lane and not result.prefills:
+            result = self.run([], decode, [])
+        return result
+
     def take(self, result: StepResult, slots: list[int]) -> None:
         """Append what a prefill drew."""
         for prefill in result.prefills:
@@ -169,21 +178,13 @@ def main() -> int:
     for _ in range(4):
         driver.run([], [0], [])
     long = driver.start(1, prompt(700), **greedy)
-    results = [driver.run([long], [0], [PrefillChunk(1, 0, 300, False)], lane=lane)]
-    while lane and not any(result.prefills for result in results):
-        results.append(driver.run([], [0], []))
-    results = [driver.run([], [0], [PrefillChunk(1, 300, 400, True)], lane=lane)]
-    while lane and not any(result.prefills for result in results):
-        results.append(driver.run([], [0], []))
-    driver.take(results[-1], [1])
+    driver.prefill([long], [0], [PrefillChunk(1, 0, 300, False)], lane=lane)
+    driver.take(driver.prefill([], [0], [PrefillChunk(1, 300, 400, True)], lane=lane), [1])
     starts = [driver.start(slot, prompt(rng.randrange(1, 40)), **greedy) for slot in range(2, 9)]
     starts += [driver.start(slot, prompt(20), temperature=0.8, top_p=0.9, top_k=50, seed=slot) for slot in (9, 10)]
     slots = list(range(2, 11))
     chunks = [PrefillChunk(slot, 0, len(driver.ids[slot]), True) for slot in slots]
-    results = [driver.run(starts, [0, 1], chunks, lane=lane)]
-    while lane and not any(result.prefills for result in results):
-        results.append(driver.run([], [0, 1], []))
-    driver.take(results[-1], slots)
+    driver.take(driver.prefill(starts, [0, 1], chunks, lane=lane), slots)
     for step in range(options.steps):
         driver.run([], list(range(11)) if step % 3 else [0, 1, 4], [])
     runner.close()

@@ -232,19 +232,10 @@ def kernels(profiler: Any) -> Iterator[tuple[str, float, float]]:
             yield event.name, event.time_range.start, event.time_range.elapsed_us()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="4b")
-    parser.add_argument("--cases", nargs="*", default=CASES)
-    parser.add_argument("--overlap", default="auto", help="auto has the graphs of every case")
-    parser.add_argument("--decode-sms", type=int, default=64)
-    parser.add_argument("--budget", type=int, default=8192)
-    parser.add_argument("--host", action="store_true", help="first, which Python calls a decode step of 16 rows makes")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", default="")
-    options = parser.parse_args()
+def configuration(options: argparse.Namespace) -> WorkerConfig:
+    """Of a worker whose random weights have the asked shape."""
     folder = make_shape.write(options.shape, Path("/tmp/greenlane-profile") / options.shape)
-    config = WorkerConfig(
+    return WorkerConfig(
         model=str(folder),
         device="cuda",
         dtype="auto",
@@ -262,6 +253,20 @@ def main() -> int:
         gpu_wait_timeout=60.0,
         crash_dir=None,
     )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="4b")
+    parser.add_argument("--cases", nargs="*", default=CASES)
+    parser.add_argument("--overlap", default="auto", help="auto has the graphs of every case")
+    parser.add_argument("--decode-sms", type=int, default=64)
+    parser.add_argument("--budget", type=int, default=8192)
+    parser.add_argument("--host", action="store_true", help="first, which Python calls a decode step of 16 rows makes")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit", default="")
+    options = parser.parse_args()
+    config = configuration(options)
     stages: dict[str, float] = {}
 
     def progress(what: str, done: int, total: int) -> None:
