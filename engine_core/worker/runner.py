@@ -18,6 +18,7 @@ from engine_core.step import Lane, PrefillResult, StepPlan, StepResult
 from engine_core.worker.flights import PrefillFlight, StepFlight
 from engine_core.worker.late_rows import LateRows
 from engine_core.worker.logprob_blocks import split_logprobs
+from engine_core.worker.pace import Pace
 from engine_core.worker.step_log import NO_STEP_LOG, StepLog
 from engine_core.worker.unconstrained import UNCONSTRAINED, Constraints, Refused
 
@@ -55,6 +56,7 @@ class Runner:
         self._step_log = step_log
         self._constraints = constraints
         self._late = LateRows(constraints)
+        self._pace = Pace()
         self._steps: deque[StepFlight] = deque()
         self._prefill: PrefillFlight | None = None
         self._prefills = 0
@@ -62,6 +64,12 @@ class Runner:
         self._last_result = now()
 
     # ------------------------------------------------------------------ launch
+
+    def launch_in(self) -> float:
+        """Seconds until a plan that has arrived is best launched (`pace.py`)."""
+        if self._prefill is None or not self._steps or self._steps[-1].completion is None:
+            return 0.0
+        return max(0.0, self._pace.due(self._last_result, len(self._steps)) - self._now())
 
     def launch(self, plan: StepPlan) -> None:
         """Enqueue one plan. A recoverable failure becomes part of the step's result; all else ends the worker."""
@@ -189,6 +197,7 @@ class Runner:
                 flight.owned.to(Ownership.LAUNCHED)
                 flight.completion = self._lanes.complete(Lane.PREFILL, flight.step)
                 flight.owned.to(Ownership.WORKER_OWNED)
+            self._pace.restart()
             self._step_log.prefill_launched(flight.batch)
         except WorkFailed as failure:
             flight.error = str(failure)
@@ -309,8 +318,10 @@ class Runner:
 
     def _busy_us(self, flight: StepFlight) -> int:
         """From its launch, or the result before it, to now that its completion was found."""
-        began, self._last_result = max(flight.started, self._last_result), self._now()
-        return round((self._last_result - began) * 1e6)
+        before, self._last_result = self._last_result, self._now()
+        if flight.batch.partition is not None and flight.started <= before:
+            self._pace.took(self._last_result - before)
+        return round((self._last_result - max(flight.started, before)) * 1e6)
 
     def _prefill_result(self, flight: PrefillFlight) -> PrefillResult:
         sampled: Sampled | None = None

@@ -47,6 +47,7 @@ from engine_core.executor.frames import EXIT_GRACE_S, PeerLost, ZmqFrames, conne
 from engine_core.executor.processes import die_with_parent
 from engine_core.log import LEVELS, configure, event
 from engine_core.model_config import load_model_config
+from engine_core.step import StepPlan
 from engine_core.worker.constraints import open_grammars
 from engine_core.worker.inputs import RowTables
 from engine_core.worker.loading import LoadingReports
@@ -57,6 +58,8 @@ from engine_core.worker.unconstrained import UNCONSTRAINED, Constraints
 log = logging.getLogger("greenlane.worker")
 
 EXIT_FAILED, EXIT_REFUSED, EXIT_CORE_LOST = 1, 2, 1
+TIMER_S = 0.001
+"""What the loop's timer may be late; a held plan that is due within it is launched."""
 FAREWELL_S = 0.05
 """Time for the I/O thread to hand a last frame to the kernel; the control pipe has said the same already."""
 
@@ -141,11 +144,13 @@ class Worker:
         self._constraints = constraints
         self._pending: list[tuple[Completion, float]] = []
         """What must come within the bound, and since when it is waited for."""
+        self._held: StepPlan | None = None
+        """Arrived, and launched a little later (`Runner.launch_in`)."""
         self.running = True
 
     def awaited(self, now: float) -> tuple[Completion | None, float | None]:
         """The completion that the next result needs, and the seconds until something is due: launched work (rule E6),
-        or a late row.
+        a late row, or the launch of a plan that is held.
 
         Past them: abort. A prefill that hangs is found while decode goes on, and while nobody asks for its result.
         """
@@ -161,6 +166,8 @@ class Worker:
         due = [since + self._wait_timeout for _, since in self._pending]
         if (late := self._runner.late_until()) is not None:
             due.append(late)
+        if self._held is not None:
+            due.append(now + self._runner.launch_in() - TIMER_S)
         return self._runner.awaited(), max(0.0, min(due) - now) if due else None
 
     def lose_core(self) -> None:
@@ -172,6 +179,7 @@ class Worker:
         """Take the frames that have arrived, one plan at a time, and answer what is complete."""
         try:
             self._reply()
+            self._launch_if_due()
             while self.running and (body := self._channel.receive()) is not None:
                 self._handle(body)
                 self._reply()
@@ -182,10 +190,22 @@ class Worker:
             self._abort("the worker failed outside guarded work", error)
             raise
 
+    def _launch_if_due(self) -> None:
+        if self._runner.launch_in() <= TIMER_S:
+            self._launch_held()
+
+    def _launch_held(self) -> None:
+        if (plan := self._held) is not None:
+            self._held = None
+            with self._watch.bounded(f"step {plan.step}"):
+                self._runner.launch(plan)
+
     def _handle(self, body: object) -> None:
+        """Whatever arrives behind a held plan is handled behind it."""
+        self._launch_held()
         if isinstance(body, Plan):
-            with self._watch.bounded(f"step {body.plan.step}"):
-                self._runner.launch(body.plan)
+            self._held = body.plan
+            self._launch_if_due()
         elif isinstance(body, Quiesce):
             self._runner.quiesce()
             self._channel.send(Quiesced(body.token))
