@@ -181,9 +181,7 @@ class Decoder:
             layer.qkv(self.residual, self.qkv.view(rows, -1))
             tables = context.positions, context.slots, context.page_table
             self.rope(self.qkv, layer.norms, self.angles, *tables, kv)
-            self.attention(
-                self.qkv, kv, context.slots, context.positions, context.page_table, self.attended, heads.head_dim**-0.5
-            )
+            self.attention(self.qkv, kv, context.page_table, self.attended, heads.head_dim**-0.5)
             layer.out(self.attended.view(rows, -1), self.residual, self.residual)
             layer.gate_up(self.residual, self.gated)
             layer.down(self.gated, self.residual, self.residual)

@@ -183,7 +183,7 @@ def check_attention(cache: Path) -> Measured:
         ) -> None:
             attention.plan(context.slots, context.positions)
             norm()  # attention may start before its predecessor ends, so that one must not be the plan
-            attention(qkv, context.pools[0], context.slots, context.positions, context.page_table, out, scale)
+            attention(qkv, context.pools[0], context.page_table, out, scale)
 
         graph = capture(work)
         for name, lengths in (("mixed", None), ("grown", [2, 0, 4096, 18, 1024, 1, 0, 3000]), ("short", [1] * 8)):

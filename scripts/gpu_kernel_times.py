@@ -185,12 +185,11 @@ def _attention_us(context: Context, kernels: CudaKernels, cut: Cut | None) -> fl
     heads, rows = QWEN3_4B.heads, len(context.slots)
     attention = DecodeAttention(heads, rows, sms(), DEVICE, kernels, cut)
     qkv, out = random(rows, heads.total, heads.head_dim), poisoned(rows, heads.query, heads.head_dim)
-    tables = context.slots, context.positions, context.page_table
     attention.plan(context.slots, context.positions)
 
     def work() -> None:
         for kv in context.pools:
-            attention(qkv, kv, *tables, out, heads.head_dim**-0.5)
+            attention(qkv, kv, context.page_table, out, heads.head_dim**-0.5)
 
     return median_us(capture(work), len(context.pools))
 

@@ -9,7 +9,7 @@ import torch
 from engine_core.ops.cuda import reference
 from engine_core.ops.cuda.attention import Cut, DecodeAttention, choose_cut
 from engine_core.ops.cuda.layer import Heads
-from engine_core.ops.cuda.splits import PAGE, Item, plan_splits, wave_items
+from engine_core.ops.cuda.splits import PAGE, Item, blocks_at_a_time, plan_splits
 from tests.emulated import EmulatedKernels
 from tests.emulated.comparing import CPU, assert_near, integers, poisoned, random
 
@@ -17,7 +17,12 @@ SMS = 4
 SLOTS = [3, -1, 0, 4, 1]
 WIDTH = 40
 """Pages of a sequence."""
-ITEM = np.dtype([("row", "<i4"), ("first_page", "<i4"), ("pages", "<i4"), ("splits", "<u2"), ("split", "<u2")])
+ITEM = np.dtype(
+    [
+        *(("row", "<u2"), ("slot", "<u2"), ("first_page", "<i4"), ("tokens", "<i4")),
+        *(("pages", "<u2"), ("splits", "u1"), ("split", "u1")),
+    ]
+)
 
 
 class Rows:
@@ -39,7 +44,7 @@ class Rows:
         heads = self.heads
         out = poisoned(len(SLOTS), heads.query, heads.head_dim)
         attention.plan(self.slots, self.positions)
-        attention(self.qkv, self.kv, self.slots, self.positions, self.table, out, heads.head_dim**-0.5)
+        attention(self.qkv, self.kv, self.table, out, heads.head_dim**-0.5)
         return out
 
     def wanted(self, row: int) -> torch.Tensor:
@@ -83,13 +88,19 @@ def test_large_scores_keep_their_softmax(kernels: EmulatedKernels) -> None:
 
 @pytest.mark.parametrize("lengths", [[1] * 5, [640, 640, 640, 640, 640], [1, 2, 3, 620, 16], [17, 5, 200, 33, 34]])
 def test_the_device_plans_as_the_reference(kernels: EmulatedKernels, lengths: list[int]) -> None:
-    """Red if the plan's limit, its search for the size or the order of its items changes on one side only."""
+    """Red if a share, the order of items or what an item says changes on one side only."""
     heads = Heads(4, 2, 64)
     attention = DecodeAttention(heads, 8, SMS, CPU, kernels, Cut(4, 3))
     attention.plan(integers(SLOTS), integers([length - 1 for length in lengths]))
     live = [None if slot < 0 else length for slot, length in zip(SLOTS, lengths, strict=True)]
-    planned = attention._items.numpy().view(ITEM)[: int(attention._count), 0]
-    assert [Item(*map(int, item)) for item in planned] == plan_splits(live, wave_items(heads.kv, SMS, 3))
+    items = attention._items.numpy().view(ITEM)[:, 0]
+    planned = [items[first:end] for first, end in attention._ranges.tolist()]
+    fields = ["row", "first_page", "pages", "splits", "split"]
+    expected = plan_splits(live, blocks_at_a_time(heads.kv, SMS, 3))
+    assert [[Item(*map(int, item)) for item in of_block[fields]] for of_block in planned] == expected
+    for item in np.concatenate(planned):
+        assert item["slot"] == SLOTS[item["row"]]
+        assert item["tokens"] == lengths[item["row"]] - PAGE * item["first_page"]
 
 
 def test_unserved_shapes_are_refused(kernels: EmulatedKernels) -> None:
@@ -101,6 +112,8 @@ def test_unserved_shapes_are_refused(kernels: EmulatedKernels) -> None:
         DecodeAttention(Heads(4, 2, 64), 4096, SMS, CPU, kernels)
 
 
-def test_the_cut_depends_on_the_bucket_alone() -> None:
-    """Red if the cut were to follow lengths: a captured grid couldn't."""
-    assert [choose_cut(rows, 8, 132).warps for rows in (1, 4, 5, 16, 17, 64, 128)] == [4, 4, 8, 8, 2, 2, 4]
+def test_a_share_of_the_sms_has_a_cut_of_its_own(kernels: EmulatedKernels) -> None:
+    """Red if decode beside a prefill got the few warps that do for a whole GPU."""
+    whole, share = (choose_cut(sms) for sms in (132, 40))
+    assert share.warps * share.blocks_per_sm > whole.warps * whole.blocks_per_sm
+    assert DecodeAttention(Heads(4, 2, 64), 8, 40, CPU, kernels)._cut == share

@@ -94,7 +94,7 @@ def ragged(
 
     def attend(qkv: torch.Tensor, pool: torch.Tensor, out: torch.Tensor) -> None:
         if rows:
-            attention(qkv[:rows], pool, slots[:rows], positions[:rows], opened.page_table, out[:rows], opened.scale)
+            attention(qkv[:rows], pool, opened.page_table, out[:rows], opened.scale)
         work.prefill.run(qkv[rows:, : opened.shape.query], pool, out[rows:])
 
     def run(depth: int) -> None:
@@ -119,7 +119,7 @@ def decode(opened: Opened, bucket: int, attention: DecodeAttention, multiply: Mu
     slots, positions = staged["slots"][:bucket], staged["positions"][:bucket]
 
     def attend(qkv: torch.Tensor, pool: torch.Tensor, out: torch.Tensor) -> None:
-        attention(qkv, pool, slots, positions, opened.page_table, out, opened.scale)
+        attention(qkv, pool, opened.page_table, out, opened.scale)
 
     def run(depth: int) -> None:
         staging.copy_in_graph(tokens=False)

@@ -1,8 +1,9 @@
-// Attention of one query token per row over its pages, split over blocks by a plan made on the device (flash decoding,
-// Dao et al. 2023, with the merge done by the block of a row that finishes last).
+// Attention of one query token per row over its pages, dealt out evenly to blocks by a plan made on the device (flash
+// decoding, Dao et al. 2023, with the merge done by the block of a row that finishes last).
 //
-// Nothing here depends on lengths that the host knows: plan_splits cuts each row's pages into items once a step, and the
-// grid of decode_attention holds as many blocks as there can be items; those beyond the count leave at once.
+// Nothing here depends on lengths that the host knows: once a step plan_splits lays all rows' pages one behind the other
+// and gives every block of decode_attention, as many as run at the same time, an equal stretch of them. A block takes its
+// rows' parts, its items, one after another.
 //
 // A warp takes one page at a time, through a ring of STAGES pages in shared memory: bytes in flight, not registers, bound
 // the pace on a share of the SMs and beside other work. With lane = 4 g + t and P the page's tokens: scores are Q (rows:
@@ -16,77 +17,10 @@
 //   STAGES     pages of a warp's ring, 2 or more
 #include "device.cuh"
 
-constexpr int PAGE = 16;  // tokens
-constexpr int MOST_ROWS = 1024;
-constexpr int MOST_SPLITS = 128;
+#include "decode_plan.cuh"
+
 constexpr int CHUNKS = HEAD_DIM / 32;  // 32-dimension chunks of a key
 constexpr int HALVES = HEAD_DIM / 64;  // 64-dimension halves of a value
-
-struct alignas(16) Item {
-  int row;
-  int first_page;  // index into the row's page table
-  int pages;
-  u16 splits;  // items of this row
-  u16 split;   // this one's number among them
-};
-
-// Cuts the rows' pages into at most `wave` items of about equal size, or the next multiple of `wave` that holds a row
-// each. One warp.
-//   slots, positions: int32 [rows], slot -1 for padding; a row attends to positions 0 .. its own.
-//   items: [rows + wave]; count: int32 [1].
-extern "C" __global__ void __launch_bounds__(32)
-    plan_splits(const int* slots, const int* positions, Item* items, int* count, int rows, int wave, int least_pages) {
-  __shared__ int pages[MOST_ROWS];
-  wait_for_previous();
-  allow_next();
-  const int lane = threadIdx.x;
-  int live = 0, total = 0, longest = 0;
-  for (int row = lane; row < rows; row += 32) {
-    pages[row] = slots[row] < 0 ? 0 : positions[row] / PAGE + 1;
-    live += pages[row] > 0;
-    total += pages[row];
-    longest = max(longest, pages[row]);
-  }
-  __syncwarp();
-  live = sum_lanes(live);
-  total = sum_lanes(total);
-  longest = max_lanes(longest);
-  const int limit = max((live + wave - 1) / wave, 1) * wave;
-  const auto items_of = [&](int size) {
-    int mine = 0;
-    for (int row = lane; row < rows; row += 32) mine += (pages[row] + size - 1) / size;
-    return sum_lanes(mine);
-  };
-  int size = max(max((total + limit - 1) / limit, (longest + MOST_SPLITS - 1) / MOST_SPLITS), least_pages);
-  int enough = max(size, longest);  // one item a row
-  while (size < enough) {
-    const int middle = (size + enough) / 2;
-    if (items_of(middle) <= limit) {
-      enough = middle;
-    } else {
-      size = middle + 1;
-    }
-  }
-  int place = 0;
-  for (int first = 0; first < rows; first += 32) {
-    const int row = first + lane;
-    const int of_row = row < rows ? pages[row] : 0;
-    const int splits = (of_row + size - 1) / size;
-    int end = splits;
-#pragma unroll
-    for (int by = 1; by < 32; by *= 2) {
-      const int lower = __shfl_up_sync(ALL_LANES, end, by);
-      if (lane >= by) end += lower;
-    }
-    for (int split = 0; split < splits; ++split) {
-      const int from = of_row * split / splits, to = of_row * (split + 1) / splits;
-      items[place + end - splits + split] =
-          Item{row, from, to - from, static_cast<u16>(splits), static_cast<u16>(split)};
-    }
-    place += __shfl_sync(ALL_LANES, end, 31);
-  }
-  if (lane == 0) *count = place;
-}
 
 struct Keys {
   Words of[2][CHUNKS];  // tokens g and g + 8, dimensions 32 chunk + 8t ..
@@ -167,6 +101,15 @@ struct Query {
   Words rows[CHUNKS];  // query g, dimensions 32 chunk + 8t ..
 };
 
+__device__ inline Query load_query(const u16* row, int group) {
+  Query query;
+#pragma unroll
+  for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+    query.rows[chunk] = group < GROUP ? load_words(row + 32 * chunk) : Words{{0, 0, 0, 0}};
+  }
+  return query;
+}
+
 // Scores of query g for tokens 2t, 2t+1, 2t+8, 2t+9, scaled to base-2 exponents; -inf beyond the context.
 __device__ inline void score(const Query& query, const Keys& keys, float scale, int part, int tokens, float (&s)[4]) {
   float lower[4] = {}, upper[4] = {};
@@ -229,7 +172,7 @@ struct Meeting {  // where a block's warps, then a row's items, merge
   float shares[MOST_SPLITS][GROUP];
   bool is_last;
 };
-static_assert(sizeof(Meeting) <= WARPS * STAGES * STAGE_WORDS * sizeof(Words));
+static_assert(sizeof(Meeting) <= WARPS * STAGE_WORDS * sizeof(Words));
 
 __device__ inline void leave(Meeting& meeting, const Running& running, int warp, int group, int part) {
   const float sum = sum_lanes<1, 2>(running.sum);
@@ -337,79 +280,78 @@ __device__ inline void merge_items(Meeting& meeting, const Partials& partials, u
   }
 }
 
-// grid: (rows + wave, kv_heads). At least one other launch lies between plan_splits and this.
-//   q: bf16, row r's heads at q + r * q_stride; out: bf16 [rows, kv_heads * GROUP, HEAD_DIM]
-//   kv: bf16 [pages, 2, PAGE, kv_heads, HEAD_DIM]; page_table: int32 [slots, table_width]
-//   arrivals: u32 [rows, kv_heads], zero before the first launch and after each
-//   dynamic shared memory: WARPS * STAGES * PAGE * 2 * HEAD_DIM * 2 bytes
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
-    decode_attention(const u16* q, const u16* kv, const int* slots, const int* positions, const int* page_table,
-                     const Item* items, const int* count, u16* out, float* partial_output, Pair* partial_weight,
-                     u32* arrivals, int q_stride, int table_width, float scale) {
-  Meeting& meeting = *shared_memory<Meeting>();  // in the place of the rings, once all warps are done with them
-  const int kv_heads = gridDim.y, kv_head = blockIdx.y;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int group = lane / 4, part = lane % 4;
-  const u64 stride = static_cast<u64>(kv_heads) * HEAD_DIM;  // from token to token
-  const bool exists = static_cast<int>(blockIdx.x) < *count;
-  const Item item = exists ? items[blockIdx.x] : Item{0, 0, 0, 1, 0};
-  const int* const table = page_table + static_cast<u64>(exists ? slots[item.row] : 0) * table_width + item.first_page;
-  const int length = positions[item.row] + 1 - item.first_page * PAGE;  // of the context, from the item's first page on
-  const u16* const head = kv + kv_head * HEAD_DIM;
-  Words* const ring = shared_memory<Words>() + warp * (STAGES * STAGE_WORDS);
-  const int turns = (item.pages - warp + WARPS - 1) / WARPS;  // pages of this warp
+// A warp's copies of the pages of one item, STAGES - 1 turns ahead of their use. Every turn commits one group of copies,
+// empty where there is no page.
+//
+// Memory lies by stage, then by warp: an item's first copies leave the last stage of all warps to a Meeting.
+struct Ring {
+  Words* stages;     // this warp's part of the first
+  const u16* head;  // keys of the kv head in page 0
+  u64 stride;       // from token to token
+  int warp, lane;
+  const int* table;  // of pages, from the item's first on
+  int turns;         // pages of this warp
+  int requested;     // turns
+  int entry;         // of the table, for the page that is requested next
 
-  // Every turn commits one group of copies, empty where there is no page. Pages were written by earlier steps, save the
-  // one with the newest token, the row's last.
-  int entry = 0;  // of the page table, for the page that is requested next
-  const auto look_up = [&](int turn) { return turn < turns ? table[warp + turn * WARPS] : 0; };
-  const auto request_turn = [&](int turn) {
-    if (turn < turns) {
-      request(ring + turn % STAGES * STAGE_WORDS, head + entry * (2 * PAGE * stride), stride, lane);
-    }
+  __device__ int look_up(int turn) const { return turn < turns ? table[warp + turn * WARPS] : 0; }
+
+  __device__ void enter(const Item& item, const int* page_table, int table_width) {
+    table = page_table + static_cast<u64>(item.slot) * table_width + item.first_page;
+    turns = (item.pages - warp + WARPS - 1) / WARPS;
+    requested = 0;
+    entry = look_up(0);
+  }
+
+  __device__ void request_next() {
+    if (requested < turns) request(stage(requested), head + entry * (2 * PAGE * stride), stride, lane);
     commit_copies();
-    entry = look_up(turn + 1);
-  };
-  entry = look_up(0);
-  int requested = 0;
-  while (requested < STAGES - 1 && requested < turns && length > (warp + requested * WARPS + 1) * PAGE) {
-    request_turn(requested++);
+    entry = look_up(++requested);
   }
-  wait_for_previous();
-  allow_next();
-  if (!exists) return;
-  while (requested < STAGES - 1) request_turn(requested++);
-  Running running;
-  Query query;
-  const u16* const queries = q + static_cast<u64>(item.row) * q_stride + (kv_head * GROUP + group) * HEAD_DIM;
-#pragma unroll
-  for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-    query.rows[chunk] = group < GROUP ? load_words(queries + 32 * chunk + 8 * part) : Words{{0, 0, 0, 0}};
+
+  // What may be requested before the previous kernel has ended: pages that earlier steps filled, which is all but a
+  // row's last.
+  __device__ void request_old(int tokens) {
+    while (requested < STAGES - 1 && requested < turns && tokens > (warp + requested * WARPS + 1) * PAGE) {
+      request_next();
+    }
   }
-  for (int turn = 0; turn < turns; ++turn) {
-    const int tokens = length - (warp + turn * WARPS) * PAGE;
-    const Words* const stage = ring + turn % STAGES * STAGE_WORDS;
+
+  __device__ void fill() {
+    while (requested < STAGES - 1) request_next();
+  }
+
+  __device__ Words* stage(int turn) const { return stages + turn % STAGES * (WARPS * STAGE_WORDS); }
+};
+
+// This warp's share of an item, whose first copies are on their way.
+__device__ inline void attend(Running& running, Ring& ring, const Query& query, int tokens, float scale, int group,
+                              int part) {
+  for (int turn = 0; turn < ring.turns; ++turn) {
+    const int left = tokens - (ring.warp + turn * WARPS) * PAGE;
+    const Words* const stage = ring.stage(turn);
     wait_for_copies<STAGES - 2>();
     __syncwarp();  // the page is there for every lane, and every lane has left the stage that is filled next
-    request_turn(requested++);
+    ring.request_next();
     Keys keys;
     take(keys, stage, group, part);
     float s[4];
-    score(query, keys, scale, part, tokens, s);
+    score(query, keys, scale, part, left, s);
     weigh(running, s, part);
     Values values;
     take(values, stage, group, part);
-    if (tokens < PAGE) blank(values, part, tokens);
+    if (left < PAGE) blank(values, part, left);
     accumulate(running, values, s);
   }
-  __syncthreads();
-  leave(meeting, running, warp, group, part);
-  __syncthreads();
+}
 
-  const u64 stride_of_items = static_cast<u64>(kv_heads) * GROUP;
-  const u64 place = (static_cast<u64>(blockIdx.x) * kv_heads + kv_head) * GROUP;
+// Merges the warps' shares of an item, and the row's items where this one was the last to be done.
+__device__ inline void finish(Meeting& meeting, const Item& item, int index, const Partials& partials, u32* arrivals,
+                              u16* out) {
+  const int kv_heads = gridDim.y, kv_head = blockIdx.y;
+  const u64 stride = static_cast<u64>(kv_heads) * GROUP;
+  const u64 place = index * stride + kv_head * GROUP;
   u16* const result = out + (static_cast<u64>(item.row) * kv_heads + kv_head) * GROUP * HEAD_DIM;
-  const Partials partials{partial_output, partial_weight};
   merge_warps(meeting, item, partials, place, result);
   if (item.splits == 1) return;
   __threadfence();
@@ -419,7 +361,46 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     __threadfence();
   }
   __syncthreads();
-  if (meeting.is_last) {
-    merge_items(meeting, partials, place - item.split * stride_of_items, stride_of_items, item.splits, result);
+  if (meeting.is_last) merge_items(meeting, partials, place - item.split * stride, stride, item.splits, result);
+}
+
+// grid: (blocks, kv_heads). At least one other launch lies between plan_splits and this.
+//   q: bf16, row r's heads at q + r * q_stride; out: bf16 [rows, kv_heads * GROUP, HEAD_DIM]
+//   kv: bf16 [pages, 2, PAGE, kv_heads, HEAD_DIM]; page_table: int32 [slots, table_width]
+//   arrivals: u32 [rows, kv_heads], zero before the first launch and after each
+//   dynamic shared memory: STAGES * WARPS * PAGE * 2 * HEAD_DIM * 2 bytes
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+    decode_attention(const u16* q, const u16* kv, const int* page_table, const Item* items, const Range* ranges,
+                     u16* out, float* partial_output, Pair* partial_weight, u32* arrivals, int q_stride,
+                     int table_width, float scale) {
+  Words* const shared = shared_memory<Words>();
+  Meeting& meeting = *reinterpret_cast<Meeting*>(shared + (STAGES - 1) * (WARPS * STAGE_WORDS));
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int group = lane / 4, part = lane % 4;
+  const Partials partials{partial_output, partial_weight};
+  const Range range = ranges[blockIdx.x];
+  Item item = range.first < range.end ? items[range.first] : Item{};
+  Ring ring{shared + warp * STAGE_WORDS, kv + blockIdx.y * HEAD_DIM, static_cast<u64>(gridDim.y) * HEAD_DIM, warp,
+            lane};
+  ring.enter(item, page_table, table_width);
+  ring.request_old(item.tokens);
+  wait_for_previous();
+  allow_next();
+  ring.fill();
+  const u16* const queries = q + (blockIdx.y * GROUP + group) * HEAD_DIM + 8 * part;
+  Query query = load_query(queries + static_cast<u64>(item.row) * q_stride, group);
+  for (int index = range.first; index < range.end; ++index) {
+    const Item next = index + 1 < range.end ? items[index + 1] : Item{};
+    Running running;
+    attend(running, ring, query, item.tokens, scale, group, part);
+    ring.enter(next, page_table, table_width);
+    ring.fill();
+    query = load_query(queries + static_cast<u64>(next.row) * q_stride, group);
+    __syncthreads();  // all warps have left the last stage
+    leave(meeting, running, warp, group, part);
+    __syncthreads();
+    finish(meeting, item, index, partials, arrivals, out);
+    item = next;
+    __syncthreads();  // and now the meeting
   }
 }

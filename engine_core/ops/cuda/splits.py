@@ -1,6 +1,7 @@
-"""How decode attention's work is cut over blocks: plain arithmetic, imported by the launcher and checked without a GPU.
+"""How decode attention's work is dealt out to blocks: plain arithmetic, imported by the launcher and checked without a
+GPU.
 
-Owns the size of the grid, fixed by the batch bucket and the SMs, and the reference of the plan that the device makes.
+Owns the size of the grid, fixed by the SMs, and the reference of the plan that the device makes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 PAGE = 16
 """Tokens."""
 LEAST_PAGES = 4
-"""An item is at least this long, unless its row is shorter: one page for each warp of a block."""
+"""A block gets at least as many, unless there are fewer: one page for each of its warps."""
 MAX_SPLITS = 128
 """Of one row: what the merge of its partial results holds."""
 MAX_ROWS = 1024
@@ -28,27 +29,28 @@ class Item:
     split: int
 
 
-def wave_items(kv_heads: int, sms: int, blocks_per_sm: int) -> int:
-    """Items that run at the same time: blocks that fit on the SMs, each item being one block for every kv head."""
+def blocks_at_a_time(kv_heads: int, sms: int, blocks_per_sm: int) -> int:
+    """Blocks, each for every kv head, that run at the same time."""
     return max(1, sms * blocks_per_sm // kv_heads)
 
 
-def plan_splits(lengths: Sequence[int | None], wave: int, least_pages: int = LEAST_PAGES) -> list[Item]:
-    """The device's plan for context lengths in tokens (None: a padding row).
+def plan_splits(lengths: Sequence[int | None], blocks: int, least_pages: int = LEAST_PAGES) -> list[list[Item]]:
+    """The device's plan for context lengths in tokens (None: a padding row): each block's items.
 
-    At most `wave` items, or the next multiple of it that holds a row each, of the smallest common size that allows it;
-    every row is cut evenly, into as few items as keeps each at or under that size.
+    All rows' pages lie one behind the other, and every block gets an equal stretch of them, whatever rows they are of.
     """
     pages = [0 if length is None else -(-length // PAGE) for length in lengths]
-    live, longest = sum(count > 0 for count in pages), max(pages)
-    limit = max(-(-live // wave), 1) * wave
-    size = max(-(-sum(pages) // limit), -(-longest // MAX_SPLITS), least_pages)
-    while size < longest and sum(-(-count // size) for count in pages) > limit:
-        size += 1
-    items = []
+    total, longest = sum(pages), max(pages)
+    least = max(least_pages, -(-longest // (MAX_SPLITS - 2)))
+    needed = max(1, min(blocks, total // least)) if total else 0
+    shares = [block * total // needed for block in range(needed + 1)] if total else []
+    plan: list[list[Item]] = [[] for _ in range(blocks)]
+    begin = 0
     for row, of_row in enumerate(pages):
-        splits = -(-of_row // size)
-        for split in range(splits):
-            first, end = of_row * split // splits, of_row * (split + 1) // splits
-            items.append(Item(row, first, end - first, splits, split))
-    return items
+        end = begin + of_row
+        within = [block for block in range(needed) if max(begin, shares[block]) < min(end, shares[block + 1])]
+        for split, block in enumerate(within):
+            first, last = max(begin, shares[block]), min(end, shares[block + 1])
+            plan[block].append(Item(row, first - begin, last - first, len(within), split))
+        begin = end
+    return plan
