@@ -61,6 +61,8 @@ class _Meter:
         self._decoding = decoding
         self._primary: LaneWork = opened.primary
         self._heads: Heads = opened.heads
+        self._growth: dict[int, float] = {}
+        """By tokens of a prefill longer than the probe: how many times as long as that it took."""
         self._stage_prompts()
 
     def _stage_prompts(self) -> None:
@@ -147,10 +149,17 @@ class _Meter:
         return _Prefilling(work, bucket_of(self._opened.lane_sizes, min(BESIDE_TOKENS, self._opened.lane_sizes[-1])))
 
     def _prefill_times(self, work: LaneWork, decode: Callable[[], None]) -> list[tuple[int, int]]:
-        """Alone on the partition, times what whole decode steps beside it make of a large one: they share memory."""
+        """Alone on the partition, times what whole decode steps beside it make of a large one: they share memory.
+
+        Those that are longer than that one grow with their tokens as on the first partition.
+        """
         sizes = self._opened.lane_sizes
-        alone = {tokens: self._prefill_us(work, tokens, None) for tokens in sizes}
         probe = bucket_of(sizes, min(BESIDE_TOKENS, sizes[-1]))
+        alone = {tokens: self._prefill_us(work, tokens, None) for tokens in sizes if tokens <= probe}
+        if not self._growth:
+            long = (tokens for tokens in sizes if tokens > probe)
+            self._growth = {tokens: self._prefill_us(work, tokens, None) / alone[probe] for tokens in long}
+        alone |= {tokens: round(alone[probe] * times) for tokens, times in self._growth.items()}
         with self._reading(self._rows, LANE_CONTEXT):
             slowdown = self._prefill_us(work, probe, decode) / alone[probe]
         return [(tokens, round(us * max(1.0, slowdown))) for tokens, us in alone.items()]
