@@ -94,6 +94,9 @@ class Run:
         self._random = random.Random(mix.seed)
         self._rows: list[Events] = [[] for _ in range(mix.decoders)]
         self._decoders: list[asyncio.Task[float]] = []
+        self._prompts: list[bytes] = []
+        """Requests with the prompts to be injected, made beforehand: that takes some ms each, for which no event could
+        be received."""
 
     async def measure(self, names: Sequence[str]) -> list[Phase]:
         """Start the decoders and measure these phases, "undisturbed" or "injected", one after the other.
@@ -101,9 +104,12 @@ class Run:
         Raises BenchError when the server refuses or fails.
         """
         injected: list[asyncio.Task[Prompt]] = []
+        mix = self._mix
+        decoders = [self._body(DECODER_PROMPT, mix.output) for _ in self._rows]
+        self._prompts = [self._body(mix.inject_len, 1) for _ in range(mix.n if "injected" in names else 0)]
         try:
             self._decoders = [
-                asyncio.create_task(self._stream(DECODER_PROMPT, self._mix.output, row)) for row in self._rows
+                asyncio.create_task(self._stream(body, row)) for body, row in zip(decoders, self._rows, strict=True)
             ]
             await self._started()
             return [await self._phase(name, injected) for name in names]
@@ -125,10 +131,10 @@ class Run:
     async def _phase(self, name: str, injected: list[asyncio.Task[Prompt]]) -> Phase:
         phase = Phase(name, self._rows, time.perf_counter())
         if name == "injected":
-            for number in range(self._mix.n):
+            for number, prompt in enumerate(self._prompts):
                 self._tell(name, number / self._mix.n)
                 _check(injected)
-                injected.append(asyncio.create_task(self._inject()))
+                injected.append(asyncio.create_task(self._inject(prompt)))
                 await asyncio.sleep(1 / self._mix.qps)
             phase.prompts = list(await asyncio.gather(*injected))
         else:
@@ -142,14 +148,14 @@ class Run:
         phase.rows = [list(row) for row in self._rows]
         return phase
 
-    async def _inject(self) -> Prompt:
+    async def _inject(self, body: bytes) -> Prompt:
         events: Events = []
-        sent = await self._stream(self._mix.inject_len, 1, events)
+        sent = await self._stream(body, events)
         if not events:
             raise BenchError("an injected prompt got no token")
         return Prompt(sent, events[0][0])
 
-    async def _stream(self, prompt: int, output: int, events: Events) -> float:
+    async def _stream(self, body: bytes, events: Events) -> float:
         """Stream one completion into `events`; returns when it was sent."""
         seen = 0
 
@@ -165,7 +171,7 @@ class Run:
                 events.append((now, tokens - seen))
                 seen = tokens
 
-        return await self._target.fetch("POST", "/v1/completions", self._body(prompt, output), on_line)
+        return await self._target.fetch("POST", "/v1/completions", body, on_line)
 
     def _body(self, prompt: int, output: int) -> bytes:
         return msgspec.json.encode(
