@@ -9,8 +9,8 @@ equal ones the gentlest to decode:
 * a batch on the prefill lane, with each partition on which decode stays within the target.
 
 Where nothing stays within the target, the way with the shortest decode step is taken: prompts always get on. And where
-prompts pile up so that the last would wait longer than the target of the time to first token, chunks grow until it
-doesn't, or can't: under such a load a decode step costs more, and everybody's answer is sooner complete.
+several prompts pile up so that the last would wait longer than the target of the time to first token, chunks grow until
+it doesn't, or can't: under such a load a decode step costs more, and everybody's answer is sooner complete.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from engine_core.step import MOST_PRIMARY_TOKENS, StepTimes
 TARGET_FACTOR, TYPICAL_CONTEXT = 2.0, 512
 """Without `--itl-target-ms`: a decode step may take so many times as long as it would alone with rows of so many tokens
 …"""
-LEAST_FACTOR = 1.3
+LEAST_FACTOR = 1.2
 """… or, where contexts are long, so many times as long as it would alone with its own."""
 LEAST_ROWS = 16
 """Fewer decode rows are held to the pace of so many: a step of theirs takes little less, and prompts three times as
@@ -40,9 +40,9 @@ MARGIN = 0.96
 TIE = 1.05
 """Ways that take up to so many times as long as the fastest count as equal: the one with the shortest decode step is
 taken."""
-DELIVERY_US = 10.0
-"""For each row clients may see so much more than what is predicted: a step's tokens go out one row after another, and
-the longest steps beside a prefill take up to 8 % longer than the median, the more the more rows there are."""
+DELIVERY_US, ROW_DELIVERY_US = 350.0, 6.5
+"""Clients see so much more than what is predicted, and so much for each row: what it takes to bring a step's tokens to
+them varies, they go out one row after another, and the longest steps beside a prefill take longer than the median."""
 
 
 class Way(Enum):
@@ -118,7 +118,7 @@ class AutoPolicy:
     def choose(self, load: Load) -> Choice:
         if not load.rows:
             return Choice(min(MOST_PRIMARY_TOKENS, self._token_budget), Way.ALONE)
-        target = self.target(load) - DELIVERY_US * load.rows
+        target = self.target(load) - DELIVERY_US - ROW_DELIVERY_US * load.rows
         chunk, ways = self._best_chunk(load, target), []
         if chunk is not None:
             ways.append(
@@ -127,7 +127,8 @@ class AutoPolicy:
         lanes = [self._lane(load, partition) for partition in self.model.partitions]
         ways += [lane for lane in lanes if lane.step_us <= target]
         way = self._best(ways) if ways else self._gentlest(load)
-        return way.choice if way.us <= self._patience_us else self._patient(load, way)
+        piled_up = load.remaining > load.first and way.us > self._patience_us
+        return self._patient(load, way) if piled_up else way.choice
 
     def _best(self, ways: list[_Prospect]) -> _Prospect:
         soon = TIE * min(way.us for way in ways)

@@ -43,19 +43,22 @@ class Results:
         self._rows = sequences.residency.rows
 
     def apply(self, result: StepResult) -> Events:
-        """Everything a result says, prefill ownership first (rule O7), fences last. Raises ResultMismatch."""
+        """Everything a result says, prefill ownership first (rule O7), fences last. Raises ResultMismatch.
+
+        First tokens come ahead of further ones, and so out to their clients: those have waited longest.
+        """
         flight = self._in_flight.land(result)
         events = Events(result.step)
         if flight.batch is not None:
             flight.batch.advance(BatchState.CORE_OWNED)
         for slot, cause in result.refused:
             self._refuse(slot, cause, events)
+        for prefill in result.prefills:
+            self._apply_prefill(flight, prefill, events)
         if result.error is not None:
             self._fail(self.sequences_of(flight), result.error, events)
         else:
             self._apply_decode(flight, result, events)
-        for prefill in result.prefills:
-            self._apply_prefill(flight, prefill, events)
         self.tally.add(flight, result)
         self._rows.applied[Lane.PRIMARY] = result.step
         self._residency.complete(_proof(flight, result))

@@ -72,7 +72,7 @@ def unbroken(what: str, error: BaseException | None) -> NoReturn:
 
 def test_the_fake_device_runs_a_prefill_on_every_partition_of_auto() -> None:
     """Red when the simulated GPU has clocks for fewer streams than `auto` opens: batches of the last partition fail."""
-    config = worker_config(decode_overlap="auto")
+    config = worker_config(decode_overlap="auto", max_num_seqs=len(AUTO_DECODE_SMS))
     device = open_device(config, Unbounded(), lambda what, done, total: None)
     runner = build_runner(device, config, unbroken, lambda: 0.0)
     assert len(device.partitions) == len(AUTO_DECODE_SMS)
