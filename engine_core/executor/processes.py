@@ -17,12 +17,15 @@ PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 MAX_FAREWELL_BYTES = 16 << 10
 STDERR_FILENO = 2
-IDLE_THREADS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
-"""A worker's idle CPU threads spin for about 15 microseconds, then sleep, unless whoever started the server chose.
+IDLE_THREADS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000"}
+"""A worker's idle CPU threads spin for about a quarter of a millisecond, then sleep, unless whoever started the server
+chose.
 
-Threads that spin for milliseconds, OpenMP's default, take the cores from the engine core and the frontends (measured on
-two busy cores: steps fifty times slower). Threads that sleep at once pay for a wake-up in each of a forward's hundreds
-of parallel regions: eight decode rows of a model of 135 M parameters on two quiet cores take 54 ms instead of 41."""
+That is longer than the pauses between the parallel regions of a forward: threads that sleep in between pay for a
+wake-up in each of hundreds (a decode row of a model of 135 M parameters on two quiet cores: 39 ms with 1,000 turns, 27
+with 10,000, and no less with more). Each wait may last that long while another program holds a core, so more costs:
+beside one busy program on the two cores a row has 15 tokens/s with 1,000 turns, 10 with 10,000, 6 with 30,000; with
+OpenMP's default, 300,000, steps were fifty times slower."""
 
 Command = Callable[[str, int], Sequence[str]]
 """(address to connect to, file descriptor of the control pipe) -> the command line of a worker."""

@@ -22,7 +22,7 @@ def _printer(address: str, control_fd: int) -> Sequence[str]:
 @pytest.mark.parametrize(
     ("chosen", "found"),
     [
-        ({}, "passive,1000"),
+        ({}, "passive,10000"),
         ({"OMP_WAIT_POLICY": "active"}, "active,-"),
         ({"GOMP_SPINCOUNT": "5"}, "-,5"),
     ],
