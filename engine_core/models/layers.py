@@ -60,7 +60,7 @@ class DecoderOps(Protocol):
 
 
 class TorchOps:
-    """DecoderOps in plain torch, in as few calls as it allows; large projections in the layout a CPU wants there."""
+    """DecoderOps in plain torch, in as few calls as it allows; large projections by the calls that a CPU wants."""
 
     def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
         if weight.device.type == "cpu":
@@ -76,8 +76,7 @@ class TorchOps:
     def rotate(self, qk: Tensor, norm: Tensor | None, eps: float, rotation: Rotation) -> Tensor:
         if norm is not None:
             qk = functional.rms_norm(qk, qk.shape[-1:], None, eps).mul_(norm)
-        half = qk.shape[-1] // 2
-        swapped = torch.cat((qk[..., half:], qk[..., :half]), dim=-1)
+        swapped = qk.roll(qk.shape[-1] // 2, -1)
         return qk.mul_(rotation.cos).addcmul_(swapped, rotation.sin)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
