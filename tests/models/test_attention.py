@@ -132,6 +132,17 @@ def test_memory_is_reserved_not_touched() -> None:
     assert kv.token_bytes == 2 * 8 * 128 * 2
 
 
+def test_first_use_takes_small_pages() -> None:
+    """Red when the pool asks for huge pages: a token's first use of each layer would then clear 2 MB."""
+    kv = PagedKV(4, 4096, 16, 8, 128, torch.bfloat16)
+    with open("/proc/self/statm", encoding="ascii") as file:
+        before = int(file.read().split()[1])
+    kv.keys[:, 4096 * 8] = 1
+    with open("/proc/self/statm", encoding="ascii") as file:
+        after = int(file.read().split()[1])
+    assert (after - before) * 4096 < 2 << 20
+
+
 @pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn"])
 def test_rotation_agrees_with_the_definition(kind: str) -> None:
     """Red when halves are paired wrongly, a sign is lost, or heads get each other's norm weight."""
