@@ -199,6 +199,9 @@ class AutoPolicy:
         most = min(max(load.first, LANE_TOKENS), self._token_budget)
         tokens = min(load.remaining, most)
         beside, batches = self.model.beside(load, partition), -(-load.remaining // tokens)
+        batch = self.model.batch(load, tokens, partition)
         # A complete batch waits for the decode step in flight; another follows it, and carries no further batch.
-        us = batches * (self.model.batch(load, tokens, partition) + beside) + beside
-        return _Prospect(us, beside, Choice(most, Way.LANE, partition))
+        us = batches * (batch + beside) + beside
+        # Contexts grow by a token in every step, and the last step beside the batch shall keep the target, too.
+        grown = replace(load, context=load.context + round(load.rows * batch / beside))
+        return _Prospect(us, self.model.beside(grown, partition), Choice(most, Way.LANE, partition))

@@ -1,7 +1,8 @@
 """A small model of what steps take: tables measured at start, terms for context, corrections learned while running.
 
 Owns the predictions, in microseconds, and what is learned from steps that were run; `policy.py` owns the choice that
-follows. Every kind of work has a correction of its own: the measured over the predicted, averaged over recent steps.
+follows. Every kind of work has a correction of its own, on every partition: the measured over the predicted, averaged
+over recent steps.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class StepModel:
             if not sizes or sizes[-1][0] < token_budget:
                 sizes.append((min(tokens, token_budget), us))
         self._mixed_rows = sorted(self._mixed)
-        self._corrections = dict.fromkeys(Work, 1.0)
+        self._corrections = {(work, partition): 1.0 for work in Work for partition in self.partitions or (0,)}
 
     @property
     def partitions(self) -> range:
@@ -89,29 +90,29 @@ class StepModel:
 
     def decode(self, load: Load) -> float:
         us = _at_least(self._decode, load.rows) + self._reading(load)
-        return self._corrections[Work.DECODE] * us
+        return self._corrections[Work.DECODE, 0] * us
 
     def beside(self, load: Load, partition: int) -> float:
         us = _at_least(self._beside[partition], load.rows)
         reading_us = 1e-3 * _at_least(self._reading_ns[partition], load.rows) * load.context
-        return self._corrections[Work.BESIDE] * (us + reading_us)
+        return self._corrections[Work.BESIDE, partition] * (us + reading_us)
 
     def mixed(self, load: Load, tokens: int) -> float:
         us = next(us for size, us in self._sizes(load.rows) if size >= tokens)
-        return self._corrections[Work.MIXED] * (us + self._reading(load) + self._history(load, tokens))
+        return self._corrections[Work.MIXED, 0] * (us + self._reading(load) + self._history(load, tokens))
 
     def batch(self, load: Load, tokens: int, partition: int) -> float:
         """In proportion to its tokens above the largest size."""
         us = _beyond(self._prefill[partition], tokens)
-        return self._corrections[Work.BATCH] * (us + self._history(load, tokens))
+        return self._corrections[Work.BATCH, partition] * (us + self._history(load, tokens))
 
     def observe(self, observed: Observed) -> None:
         """Move the correction of that kind of work."""
-        predicted = self._predict(observed)
+        predicted, which = self._predict(observed), (observed.work, observed.partition)
         if predicted is None:
             return
-        moved = self._corrections[observed.work] * (1 + LEARNING * (observed.busy_us / predicted - 1))
-        self._corrections[observed.work] = min(max(moved, CORRECTION[0]), CORRECTION[1])
+        moved = self._corrections[which] * (1 + LEARNING * (observed.busy_us / predicted - 1))
+        self._corrections[which] = min(max(moved, CORRECTION[0]), CORRECTION[1])
 
     def _predict(self, observed: Observed) -> float | None:
         """None where there is nothing to compare with: no decode row, or a chunk that no decode row waits for."""

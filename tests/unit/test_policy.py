@@ -204,6 +204,25 @@ def test_each_partition_is_observed_as_itself() -> None:
         assert after == pytest.approx(before, rel=1e-3)
 
 
+def test_what_a_partition_teaches_stays_its_own() -> None:
+    """Red when steps that took longer than expected beside one partition make another look slower: the policy would go
+    to and fro between them."""
+    model = auto(times=pretended_times(64, 2)).model
+    others = model.beside(load(), 1), model.batch(load(), 2048, 1)
+    for work in (Work.BESIDE, Work.BATCH):
+        model.observe(Observed(work, load(), 2048, 10**6, 0))
+    assert (model.beside(load(), 1), model.batch(load(), 2048, 1)) == others
+
+
+def test_the_last_step_beside_a_batch_keeps_the_target_too() -> None:
+    """A step takes 4.74 ms, and 0.45 to deliver. While 125 ms of prefill run 16 rows grow by 26 tokens each, which is
+    1.05 ms at 2.5 us a token: 6.5 ms with the margin. Red when only the first step counts."""
+    (only,) = TIMES.partitions
+    slow = replace(TIMES, partitions=[replace(only, reading=[(64, 2500.0)])])
+    assert auto(6.6, slow).choose(load()) == Choice(BUDGET, Way.LANE)
+    assert auto(6.4, slow).choose(load()).way is Way.MIXED
+
+
 def test_of_nearly_equal_ways_the_gentlest_to_decode() -> None:
     """Red when some ms of a prompt's time outweigh decode steps that take a tenth longer throughout."""
     times = pretended_times(64, 2)
