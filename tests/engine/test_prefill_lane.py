@@ -62,7 +62,8 @@ def test_a_prompt_may_begin_on_the_primary_lane_and_end_on_its_own(depth: int) -
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_decode_goes_on_beside_a_prefill(depth: int) -> None:
-    """Red when decoding rows wait for a prompt on the other lane, or its row decodes before the join."""
+    """Red when decoding rows wait for a prompt on the other lane, its row decodes before the join, or its first token
+    goes out behind theirs."""
     rig = decoding_rig(depth)
     request = rig.add(LONG, max_tokens=4)
     launched = len(rig.worker.plans)
@@ -78,6 +79,8 @@ def test_decode_goes_on_beside_a_prefill(depth: int) -> None:
     rig.worker.finish_step()
     rig.step()
     assert rig.of(request).tokens == expected_tokens(request, 0)[:1]
+    (output,) = rig.published[-1]
+    assert output.numbers.tolist() == [request.number, 1]
     rig.run()
     assert rig.of(request).tokens == expected_tokens(request, 0)
 
