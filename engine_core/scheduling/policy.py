@@ -37,9 +37,9 @@ TTFT_TARGET_MS = 400.0
 """Without `--ttft-target-ms` and `--itl-target-ms`: how long prompts may take, all that wait together."""
 MARGIN = 0.96
 """Of `--itl-target-ms`, for what the model doesn't know."""
-TIE = 1.05
-"""Ways that take up to so many times as long as the fastest count as equal: the one with the shortest decode step is
-taken."""
+TIE, TIE_US = 1.05, 3000.0
+"""Ways that take up to so many times as long as the fastest, or so much longer, count as equal: the one with the
+shortest decode step is taken. Short prompts gain little from a larger share of the GPU; decode loses all the same."""
 DELIVERY_US, ROW_DELIVERY_US = 350.0, 6.5
 """Clients see so much more than what is predicted, and so much for each row: what it takes to bring a step's tokens to
 them varies, they go out one row after another, and the longest steps beside a prefill take longer than the median."""
@@ -131,7 +131,8 @@ class AutoPolicy:
         return self._patient(load, way) if piled_up else way.choice
 
     def _best(self, ways: list[_Prospect]) -> _Prospect:
-        soon = TIE * min(way.us for way in ways)
+        soonest = min(way.us for way in ways)
+        soon = max(TIE * soonest, soonest + TIE_US)
         return min((way for way in ways if way.us <= soon), key=lambda way: way.step_us)
 
     def target(self, load: Load) -> float:

@@ -234,6 +234,19 @@ def test_of_nearly_equal_ways_the_gentlest_to_decode() -> None:
     assert auto(6.0, times).choose(load()) == Choice(BUDGET, Way.LANE, 1)
 
 
+def test_a_short_prompt_s_few_ms_count_as_nothing() -> None:
+    """Red when a prompt that is done 2 ms sooner takes SMs from decode, because that is a tenth of its time; a longer
+    one that is done 8 ms sooner may."""
+    times = pretended_times(64, 2)
+    first, second = times.partitions
+    slower = replace(second, prefill=[(tokens, round(1.08 * us)) for tokens, us in first.prefill])
+    times = replace(
+        times, partitions=[first, slower], mixed=[(rows, tokens, 99 * us) for rows, tokens, us in times.mixed]
+    )
+    assert auto(6.0, times).choose(load(remaining=512)).partition == 1
+    assert auto(6.0, times).choose(load(remaining=4096)).partition == 0
+
+
 def test_rows_between_two_measured_counts_take_what_the_larger_does() -> None:
     """Red when a partition's times are looked up by another table's rows."""
     times = pretended_times(64)
