@@ -113,7 +113,7 @@ class Session:
             raise ApiError(
                 Code.RESOURCE_EXHAUSTED,
                 f"{len(self._sequences)} sequences are open and {count} more exceed the {most} that the server runs "
-                "and queues at once; retry later",
+                "and queues at once (--max-num-seqs, --max-queue); retry later",
                 retry_after_s=1.0,
                 reason="QUEUE_FULL",
             )

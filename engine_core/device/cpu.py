@@ -18,7 +18,8 @@ from engine_core.config import WorkerConfig
 from engine_core.device.base import Batch, Device, Int32, LaneSizes, Sampled, page_budget
 from engine_core.device.driver import Driver, ImmediateDriver, Watch
 from engine_core.device.lanes import LaneStream
-from engine_core.model_config import load_model_config
+from engine_core.errors import ConfigError
+from engine_core.model_config import ModelConfig, load_model_config
 from engine_core.models.dense import DenseModel
 from engine_core.models.weights import load_model
 from engine_core.ops.attention import CpuAttention, PagedKV
@@ -103,15 +104,7 @@ def open_device(config: WorkerConfig, watch: Watch, progress: Callable[[str, int
         load_format=config.load_format,
         progress=progress,
     )
-    kv = PagedKV(
-        num_layers=model_config.num_layers,
-        total_pages=pages,
-        page_size=config.page_size,
-        kv_heads=model_config.num_kv_heads,
-        head_dim=model_config.head_dim,
-        dtype=dtype,
-    )
-    attention = CpuAttention(kv, model_config.head_dim**-0.5)
+    attention = CpuAttention(_kv_cache(model_config, pages, config.page_size, dtype), model_config.head_dim**-0.5)
     sampler = Sampler(config.max_num_seqs, model_config.vocab_size, torch.device("cpu"))
     return Device(
         driver=Driver(ImmediateDriver(), watch),
@@ -124,3 +117,20 @@ def open_device(config: WorkerConfig, watch: Watch, progress: Callable[[str, int
         name=f"cpu ({threads} threads)",
         lanes=LaneSizes(),
     )
+
+
+def _kv_cache(model: ModelConfig, pages: int, page_size: int, dtype: torch.dtype) -> PagedKV:
+    """Raises ConfigError where the system doesn't give so much address space."""
+    try:
+        return PagedKV(
+            num_layers=model.num_layers,
+            total_pages=pages,
+            page_size=page_size,
+            kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            dtype=dtype,
+        )
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"{pages} pages of KV can't be had on this machine ({error}); name less with --kv-cache-memory"
+        ) from error

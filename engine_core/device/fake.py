@@ -250,7 +250,7 @@ def pretended_times(rows: int, partitions: int = 1) -> StepTimes:
                 prefill=[(count, 2000 + each * count) for count in (*tokens, 4096, 8192)],
                 reading=[(16, 70.0), (rows, 50.0)],
             )
-            for decode, each in ((4500, 30), (4000, 36), (3700, 42), (3500, 50))[:partitions]
+            for decode, each in ((4500, 30), (4000, 36), (3700, 42), (3500, 50), (3400, 60))[:partitions]
         ],
         context_ns=35.0,
         history=[(count, float(count)) for count in tokens],

@@ -9,8 +9,8 @@ equal ones the gentlest to decode:
 * a batch on the prefill lane, with each partition on which decode stays within the target.
 
 Where nothing stays within the target, the way with the shortest decode step is taken: prompts always get on. And where
-several prompts pile up so that the last would wait longer than the target of the time to first token, chunks grow until
-it doesn't, or can't: under such a load a decode step costs more, and everybody's answer is sooner complete.
+prompts pile up so that the last would wait longer than the target of the time to first token, chunks grow until it
+doesn't, or can't: under such a load a decode step costs more, and everybody's answer is sooner complete.
 """
 
 from __future__ import annotations
@@ -108,6 +108,8 @@ class AutoPolicy:
         self, token_budget: int, times: StepTimes, itl_target_ms: float | None, ttft_target_ms: float | None
     ) -> None:
         """An ITL target alone is kept whatever waits; without any, decode's lone pace and TTFT_TARGET_MS are."""
+        self._lone_prompts_wait = ttft_target_ms is None
+        """Beside decode on the lane, however long they take: nobody said how long that may be, and it has an end."""
         if ttft_target_ms is None and itl_target_ms is None:
             ttft_target_ms = TTFT_TARGET_MS
         self._target_us = None if itl_target_ms is None else MARGIN * 1e3 * itl_target_ms
@@ -127,8 +129,10 @@ class AutoPolicy:
         lanes = [self._lane(load, partition) for partition in self.model.partitions]
         ways += [lane for lane in lanes if lane.step_us <= target]
         way = self._best(ways) if ways else self._gentlest(load)
-        piled_up = load.remaining > load.first and way.us > self._patience_us
-        return self._patient(load, way) if piled_up else way.choice
+        alone_on_lane = way.choice.way is Way.LANE and load.remaining <= load.first
+        if way.us <= self._patience_us or (alone_on_lane and self._lone_prompts_wait):
+            return way.choice
+        return self._patient(load, way)
 
     def _best(self, ways: list[_Prospect]) -> _Prospect:
         soonest = min(way.us for way in ways)
