@@ -52,7 +52,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """With auto: what a decode step may take while prompts are computed; default: twice its lone pace."""
     ttft_target_ms: float | None = None
     """With auto: when prompts would wait longer than this, decode steps may take longer than their target; default:
-    400 without an ITL target, never with one."""
+    400 without an ITL target (a lone prompt on the prefill lane takes what it takes), never with one."""
     threads: int | None = None
     """CPU threads of a worker; default: the cores this process may use."""
     gpu_wait_timeout: float = 60.0

@@ -113,7 +113,8 @@ FLAGS = (
         "ttft-target-ms",
         To.ENGINE,
         "Engine",
-        "How long prompts may wait before decode gives way, for auto; default: 400, with an ITL target never",
+        "How long prompts may wait before decode gives way, for auto; default: 400, for a lone one on the lane and "
+        "with an ITL target never",
         "MS",
     ),
     Flag(

@@ -73,7 +73,7 @@ class _Prospect:
     us: float
     """Until the prompts that wait are computed."""
     step_us: float
-    """Of a decode step meanwhile."""
+    """Of a decode step meanwhile, on the lane of the last."""
     choice: Choice
 
 

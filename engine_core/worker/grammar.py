@@ -70,7 +70,7 @@ class Vocabulary:
             return grammar_from("grammar", "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, choices)))
         if kind == "json_schema":
             return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE})
-        return grammar_from("grammar" if kind == "lark" else kind, text)  # type: ignore[arg-type]
+        return grammar_from("grammar" if kind == "lark" else kind, text)  # type: ignore[arg-type]  # the stubs list the kinds
 
     def _structural_tag(self, spec: dict[str, object]) -> str:
         """Free text in which each trigger begins one of the structures."""

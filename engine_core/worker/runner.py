@@ -317,7 +317,8 @@ class Runner:
         )
 
     def _busy_us(self, flight: StepFlight) -> int:
-        """From its launch, or the result before it, to now that its completion was found."""
+        """From its launch, or the result before it, to now that its completion was found; what it was beside a prefill
+        is the pace of the next."""
         before, self._last_result = self._last_result, self._now()
         if flight.batch.partition is not None and flight.started <= before:
             self._pace.took(self._last_result - before)

@@ -285,7 +285,7 @@ __device__ inline void merge_items(Meeting& meeting, const Partials& partials, u
 //
 // Memory lies by stage, then by warp: an item's first copies leave the last stage of all warps to a Meeting.
 struct Ring {
-  Words* stages;     // this warp's part of the first
+  Words* stages;    // this warp's part of the first
   const u16* head;  // keys of the kv head in page 0
   u64 stride;       // from token to token
   int warp, lane;

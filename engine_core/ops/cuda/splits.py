@@ -12,7 +12,7 @@ from dataclasses import dataclass
 PAGE = 16
 """Tokens."""
 LEAST_PAGES = 4
-"""A block gets at least as many, unless there are fewer: one page for each of its warps."""
+"""A block gets at least as many, unless there are fewer: one page for each warp of a block of four."""
 MAX_SPLITS = 128
 """Of one row: what the merge of its partial results holds."""
 MAX_ROWS = 1024
