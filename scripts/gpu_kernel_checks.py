@@ -94,14 +94,14 @@ def check_matmul(_: Path) -> Measured:
     for name, (outputs, inputs) in sizes.items():
         weight, bias = random(outputs, inputs, scale=0.02), random(outputs) if name == "qkv" else None
         host = LinearWeights(weight.cpu().float(), bias=None if bias is None else bias.cpu(), wide=name == "head")
-        for rows in (12, 64, 256, 400):
+        for rows in (12, 64, 256, 400, 2048):
             x = random(rows, inputs)
             wanted = reference.linear(host, x.cpu(), None)
-            for lane_sms in (sms(), 64):
+            for lane_sms in (sms(), 60):
                 product = Product(rows, outputs, inputs, lane_sms, name == "head", bias is not None)
                 problem = library.problem(product)
-                for place in range(len(problem)):
-                    y = problem.launch(place, x, weight, bias)
+                for place, algorithm in enumerate(problem.proposals()):
+                    y = problem.launch(algorithm, x, weight, bias)
                     near(measured, f"{name}/{rows}/{lane_sms}/{place}", y, wanted)
     return measured
 

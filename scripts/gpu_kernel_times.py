@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from engine_core.ops.cuda import linear as linear_module
 from engine_core.ops.cuda.attention import Cut, DecodeAttention
-from engine_core.ops.cuda.cublaslt import CublasLt, Problem, Product
+from engine_core.ops.cuda.cublaslt import Algorithm, CublasLt, Problem, Product
 from engine_core.ops.cuda.layer import AddRmsNorm, RopeAndStore, SiluMul
 from engine_core.ops.cuda.linear import Epilogue, LinearWeights, SkinnyLinear, Tile
 from engine_core.ops.cuda.nvrtc import CudaKernels
@@ -149,13 +149,13 @@ def time_matmul(_: Path) -> Iterable[Row]:
                     functional.linear(x, weight)
 
             def by(
-                place: int, problem: Problem = problem, layers: list[torch.Tensor] = layers, x: torch.Tensor = x
+                way: Algorithm, problem: Problem = problem, layers: list[torch.Tensor] = layers, x: torch.Tensor = x
             ) -> None:
                 for weight in layers:
-                    problem.launch(place, x, weight, None)
+                    problem.launch(way, x, weight, None)
 
             favourite += median_us(capture(torchs), len(layers), repeats=9)
-            best += min(median_us(capture(partial(by, place)), len(layers), repeats=9) for place in range(len(problem)))
+            best += min(median_us(capture(partial(by, way)), len(layers), repeats=9) for way in problem.proposals())
         yield {"kernel": f"layer's products x{rows}", "torch us": favourite, "us": best}
 
 

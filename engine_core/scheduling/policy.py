@@ -8,9 +8,9 @@ equal ones the gentlest to decode:
 * a chunk in the decode rows' own forward, of the largest size whose step stays within the target;
 * a batch on the prefill lane, with each partition on which decode stays within the target.
 
-Where nothing stays within the target, the way with the shortest decode step is taken: prompts always get on. And where
-prompts pile up so that the last would wait longer than the target of the time to first token, chunks grow until it
-doesn't, or can't: under such a load a decode step costs more, and everybody's answer is sooner complete.
+Where nothing stays within the target, or prompts pile up so that the last would wait longer than the target of the time
+to first token, the way with the shortest decode step is taken with which it doesn't, or else the fastest: prompts
+always get on, and under such a load a decode step costs more, but everybody's answer is sooner complete.
 """
 
 from __future__ import annotations
@@ -121,18 +121,14 @@ class AutoPolicy:
         if not load.rows:
             return Choice(min(MOST_PRIMARY_TOKENS, self._token_budget), Way.ALONE)
         target = self.target(load) - DELIVERY_US - ROW_DELIVERY_US * load.rows
-        chunk, ways = self._best_chunk(load, target), []
-        if chunk is not None:
-            ways.append(
-                _Prospect(self._kept_us(load, chunk, target), self.model.mixed(load, chunk), Choice(chunk, Way.MIXED))
-            )
         lanes = [self._lane(load, partition) for partition in self.model.partitions]
-        ways += [lane for lane in lanes if lane.step_us <= target]
-        way = self._best(ways) if ways else self._gentlest(load)
-        alone_on_lane = way.choice.way is Way.LANE and load.remaining <= load.first
-        if way.us <= self._patience_us or (alone_on_lane and self._lone_prompts_wait):
-            return way.choice
-        return self._patient(load, way)
+        ways = self._kept_chunk(load, target) + [lane for lane in lanes if lane.step_us <= target]
+        if ways:
+            way = self._best(ways)
+            alone_on_lane = way.choice.way is Way.LANE and load.remaining <= load.first
+            if way.us <= self._patience_us or (alone_on_lane and self._lone_prompts_wait):
+                return way.choice
+        return self._patient([*ways, *self._chunks(load), *lanes]).choice
 
     def _best(self, ways: list[_Prospect]) -> _Prospect:
         soonest = min(way.us for way in ways)
@@ -163,6 +159,14 @@ class AutoPolicy:
                 break
         return best
 
+    def _kept_chunk(self, load: Load, target: float) -> list[_Prospect]:
+        """The largest chunk that keeps the target, if any does."""
+        chunk = self._best_chunk(load, target)
+        if chunk is None:
+            return []
+        us = self._kept_us(load, chunk, target)
+        return [_Prospect(us, self.model.mixed(load, chunk), Choice(chunk, Way.MIXED))]
+
     def _kept_us(self, load: Load, chunk: int, target: float) -> float:
         """Until the prompts are computed in the chunks that keep the target: they shrink as the history grows.
 
@@ -175,24 +179,21 @@ class AutoPolicy:
             us += load.remaining / 2 / tokens * self.model.mixed(there, tokens)
         return max(us, self.model.mixed(load, chunk)) + self.model.decode(load)
 
-    def _gentlest(self, load: Load) -> _Prospect:
-        """The way with the shortest decode step."""
-        smallest = self.model.sizes(load.rows)[0]
-        step_us = self.model.mixed(load, smallest)
-        mixed = _Prospect(self._mixed_us(load, smallest), step_us, Choice(smallest, Way.MIXED))
-        lanes = [self._lane(load, partition) for partition in self.model.partitions]
-        return min((mixed, *lanes), key=lambda way: way.step_us)
+    def _patient(self, ways: list[_Prospect]) -> _Prospect:
+        """The way with the shortest decode step with which nobody waits too long, or else the fastest."""
+        patient = [way for way in ways if way.us <= self._patience_us]
+        return min(patient, key=lambda way: way.step_us) if patient else min(ways, key=lambda way: way.us)
 
-    def _patient(self, load: Load, way: _Prospect) -> Choice:
-        """The smallest chunk with which nobody waits too long, or else the one that works the backlog off fastest."""
-        choice, us = way.choice, way.us
+    def _chunks(self, load: Load) -> list[_Prospect]:
+        """Every size that is no larger than what completes all prompts, whatever it makes of a decode step."""
+        ways = []
         for tokens in self.model.sizes(load.rows):
-            took = self._mixed_us(load, tokens)
-            if took < us:
-                choice, us = Choice(tokens, Way.MIXED), took
-            if us <= self._patience_us or tokens >= load.remaining:
+            ways.append(
+                _Prospect(self._mixed_us(load, tokens), self.model.mixed(load, tokens), Choice(tokens, Way.MIXED))
+            )
+            if tokens >= load.remaining:
                 break
-        return choice
+        return ways
 
     def _mixed_us(self, load: Load, tokens: int) -> float:
         """Until the prompts are computed, in chunks of that size."""

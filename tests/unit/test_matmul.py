@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import pytest
+import torch
 
 from engine_core.device.cuda.graphs import CHUNK_SIZES, LEAST_CHUNK, MIXED_ROWS, TILE_CHUNK, mixed_chunk_sizes
-from engine_core.device.cuda.tuning import keep
-from engine_core.ops.cuda.cublaslt import Product
-from engine_core.ops.cuda.matmul import Choices, choices_file
+from engine_core.device.cuda.tuning import Neighbour, Wanted, keep, tune
+from engine_core.ops.cuda.cublaslt import CODE_BYTES, Algorithm, CublasLt, Problem, Product
+from engine_core.ops.cuda.decoder import Weights
+from engine_core.ops.cuda.matmul import Choices, LaneMatmul, choices_file
 
 PRODUCT = Product(rows=256, outputs=19456, inputs=2560, sms=132)
+FAST, OTHER, SLOW = (Algorithm(bytes([number]) * CODE_BYTES, 0) for number in range(3))
 
 
 def test_a_choice_is_found_again_by_another_process(tmp_path: Path) -> None:
     """Red when `save` writes nothing or keys leave a field out."""
     choices = Choices(tmp_path / "choices.json")
-    choices.choose(PRODUCT, 3)
+    choices.choose(PRODUCT, OTHER)
     choices.save()
-    assert Choices(tmp_path / "choices.json").find(PRODUCT, 8) == 3
+    assert Choices(tmp_path / "choices.json").find(PRODUCT) == OTHER.code
 
 
 @pytest.mark.parametrize(
@@ -36,38 +40,106 @@ def test_a_choice_is_found_again_by_another_process(tmp_path: Path) -> None:
 def test_a_choice_holds_for_its_own_shape_and_lane_alone(tmp_path: Path, other: Product) -> None:
     """Red when the key forgets what `other` changes."""
     choices = Choices(tmp_path / "choices.json")
-    choices.choose(PRODUCT, 3)
-    assert choices.find(other, 8) is None
+    choices.choose(PRODUCT, OTHER)
+    assert choices.find(other) is None
 
 
-@pytest.mark.parametrize("place", [-1, 8, 1000])
-def test_a_place_that_the_library_did_not_propose_is_no_choice(tmp_path: Path, place: int) -> None:
-    """Red without the bound: another library version's file would index beyond the list."""
-    choices = Choices(tmp_path / "choices.json")
-    choices.choose(PRODUCT, place)
-    assert choices.find(PRODUCT, 8) is None
-
-
-@pytest.mark.parametrize("content", ["", "{", "[1, 2]", '{"a": "b"}', '{"a": null}', "\x00"])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[1, 2]", '{"a": "b"}', '{"a": null}', "\x00", '{"a": 3}', '{"a": "0011"}']
+)
 def test_a_broken_file_counts_as_empty(tmp_path: Path, content: str) -> None:
-    """Red when any of these raises: a torn file must not keep a server from starting."""
+    """Red when any of these raises: a torn file, or one of an older version, must not keep a server from starting; and
+    red when a code of the wrong length is handed to the library."""
     file = tmp_path / "choices.json"
     file.write_text(content)
     choices = Choices(file)
-    assert choices.find(PRODUCT, 8) is None
-    choices.choose(PRODUCT, 1)
+    assert choices.find(PRODUCT) is None
+    choices.choose(PRODUCT, OTHER)
     choices.save()
-    assert Choices(file).find(PRODUCT, 8) == 1
+    assert Choices(file).find(PRODUCT) == OTHER.code
 
 
 def test_choices_that_cannot_be_kept_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Red when a full disk or a folder that is gone keeps a server from starting, or nobody hears of it."""
     choices = Choices(tmp_path / "gone" / "choices.json")
-    choices.choose(PRODUCT, 1)
+    choices.choose(PRODUCT, OTHER)
     with caplog.at_level("WARNING"):
         keep(choices)
     assert "choices_not_kept" in caplog.text
-    assert choices.find(PRODUCT, 8) == 1
+    assert choices.find(PRODUCT) == OTHER.code
+
+
+class _Problem:
+    """A product that a library without a card knows: whatever it proposes it can also restore."""
+
+    def __init__(self, refused: tuple[Algorithm, ...] = ()) -> None:
+        self.known = {way.code: way for way in (FAST, OTHER, SLOW) if way not in refused}
+
+    def proposals(self) -> list[Algorithm]:
+        return list(self.known.values())
+
+    def restore(self, code: bytes) -> Algorithm | None:
+        return self.known.get(code)
+
+
+class _Library:
+    def __init__(self, problem: _Problem) -> None:
+        self._problem = problem
+
+    def problem(self, _: Product) -> _Problem:
+        return self._problem
+
+
+class _Times:
+    """Seconds alone, and what both lanes take."""
+
+    def __init__(self, alone: dict[Algorithm, float], beside: dict[Algorithm, float]) -> None:
+        self._alone = alone
+        self._beside = beside
+
+    def alone(self, _: Wanted, rows: int, problem: Problem, algorithm: Algorithm) -> float:
+        return self._alone[algorithm]
+
+    def beside(self, _: Wanted, rows: int, problem: Problem, algorithm: Algorithm) -> float:
+        return self._beside[algorithm]
+
+
+ALONE = {FAST: 1.0, OTHER: 1.1, SLOW: 1.5}
+BESIDE = {FAST: 3.0, OTHER: 2.0, SLOW: 1.0}
+
+
+def _tuned(tmp_path: Path, times: _Times, *, shared: bool) -> bytes | None:
+    choices = Choices(tmp_path / "choices.json")
+    multiply = LaneMatmul(cast(CublasLt, _Library(_Problem())), choices, 60)
+    weights = Weights([torch.zeros(8, 4)])
+    neighbour = Neighbour(multiply, None, [weights], 64, decodes=True) if shared else None
+    wanted = [Wanted(multiply, None, weights, (256,), neighbour)]
+    assert tune(wanted, times, lambda done, total: None) == 1
+    assert tune(wanted, times, lambda done, total: None) == 0
+    return choices.find(Product(256, 8, 4, 60))
+
+
+def test_a_lane_of_its_own_takes_the_fastest(tmp_path: Path) -> None:
+    """Red when what was measured beside another lane counts where there is none."""
+    assert _tuned(tmp_path, _Times(ALONE, {}), shared=False) == FAST.code
+
+
+def test_a_lane_that_shares_the_card_takes_what_both_lanes_get_on_with_best(tmp_path: Path) -> None:
+    """Red when the fastest alone is taken all the same, or one that is much slower alone (SLOW) is looked at at all."""
+    assert _tuned(tmp_path, _Times(ALONE, BESIDE), shared=True) == OTHER.code
+
+
+def test_where_nothing_is_nearly_as_fast_nothing_more_is_measured(tmp_path: Path) -> None:
+    """Red when a lone algorithm is measured beside the other lane, too: a start would take longer for nothing."""
+    assert _tuned(tmp_path, _Times({FAST: 1.0, OTHER: 1.2, SLOW: 1.5}, {}), shared=True) == FAST.code
+
+
+def test_a_choice_that_the_library_refuses_is_measured_anew(tmp_path: Path) -> None:
+    """Red when a code from the file is launched unchecked: another card's, or a damaged one."""
+    choices = Choices(tmp_path / "choices.json")
+    choices.choose(PRODUCT, SLOW)
+    multiply = LaneMatmul(cast(CublasLt, _Library(_Problem(refused=(SLOW,)))), choices, 132)
+    assert multiply.unmeasured(PRODUCT) is not None
 
 
 def test_the_file_names_card_and_version(tmp_path: Path) -> None:

@@ -13,8 +13,10 @@ import torch
 
 from engine_core.device.cuda.compute import LaneWork, Replay
 from engine_core.device.cuda.forwards import Opened, decode, head, ragged
-from engine_core.device.cuda.graphs import Captures, Forward, GraphPool
-from engine_core.device.cuda.tuning import Wanted, keep, tune
+from engine_core.device.cuda.graphs import Captures, Forward, GraphPool, bucket_of
+from engine_core.device.cuda.product_times import ProductTimes
+from engine_core.device.cuda.tuning import Neighbour, Wanted, keep, tune
+from engine_core.device.green import GreenPartition
 from engine_core.ops.cuda.attention import DecodeAttention
 from engine_core.ops.cuda.decoder import FEW_ROWS
 from engine_core.ops.cuda.splits import PAGE
@@ -34,24 +36,42 @@ def ragged_shapes(opened: Opened, work: LaneWork) -> list[tuple[int, int]]:
     return [(rows, tokens) for rows, tokens in shapes if tokens <= MOST_PRIMARY_TOKENS]
 
 
+DECODE_LOAD_ROWS, PREFILL_LOAD_TOKENS = 64, 2048
+"""Of the steps and batches that run beside what is measured, as far as there are so many."""
+
+
 def tune_products(opened: Opened, progress: Progress) -> None:
     """Choose an algorithm for every product of the graphs, unless an earlier start did."""
-    if tune(_wanted(opened), lambda done, total: progress("choose matrix products", done, total)):
+    times = ProductTimes(opened.primary.stream)
+    if tune(_wanted(opened), times, lambda done, total: progress("choose matrix products", done, total)):
         keep(opened.choices)
 
 
 def _wanted(opened: Opened) -> Iterator[Wanted]:
     decode_rows = tuple(rows for rows in opened.row_buckets if rows > FEW_ROWS)
-    primary = opened.primary.stream
-    yield Wanted(opened.multiply(opened.sms), primary, opened.decoder.head_weights(), decode_rows)
+    card, primary = opened.multiply(opened.sms), opened.primary.stream
+    yield Wanted(card, primary, opened.decoder.head_weights(), decode_rows)
     for weights in opened.decoder.weights():
-        yield Wanted(opened.multiply(opened.sms), primary, weights, decode_rows)
-        for partition in opened.partitions:
-            green = _cuda.ExternalStream(int(partition.decode.stream))
-            yield Wanted(opened.multiply(partition.decode_sms), green, weights, decode_rows)
-        for work in opened.works:
+        yield Wanted(card, primary, weights, decode_rows)
+        for work in [opened.primary] if opened.partitions else opened.works:
             totals = tuple({rows + tokens for rows, tokens in ragged_shapes(opened, work)})
             yield Wanted(work.multiply, work.stream, weights, totals)
+    if opened.partitions:
+        for partition, work in zip(opened.partitions, opened.prefills, strict=True):
+            yield from _split(opened, partition, work, decode_rows)
+
+
+def _split(opened: Opened, partition: GreenPartition, work: LaneWork, decode_rows: tuple[int, ...]) -> Iterator[Wanted]:
+    """Both lanes of a partition, each beside the other."""
+    every, green = opened.decoder.weights(), _cuda.ExternalStream(int(partition.decode.stream))
+    multiply, rows = opened.multiply(partition.decode_sms), opened.row_buckets
+    load_rows = bucket_of(rows, min(DECODE_LOAD_ROWS, rows[-1]))
+    load_tokens = bucket_of(opened.lane_sizes, min(PREFILL_LOAD_TOKENS, opened.lane_sizes[-1]))
+    decoding = Neighbour(multiply, green, every, load_rows, decodes=True)
+    prefilling = Neighbour(work.multiply, work.stream, every, load_tokens, decodes=False)
+    for weights in every:
+        yield Wanted(multiply, green, weights, decode_rows, prefilling)
+        yield Wanted(work.multiply, work.stream, weights, tuple(opened.lane_sizes), decoding)
 
 
 class Capture:

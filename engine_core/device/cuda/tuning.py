@@ -1,33 +1,43 @@
 """Which algorithm each matrix product takes: measured once for a card, a library and a model's shapes, then kept.
 
-Owns the measuring at start, on the lane's own SMs, over the weights of several layers, so that none of them is still in
-the cache, and over random inputs, as in service: with zeros a card is faster. Times come from the host's clock
-over many replays: a Green Context's stream takes no timing event (rule E2).
+Owns the choice; `product_times.py` owns the measuring. On a lane that shares the card the fastest alone isn't always
+the best: algorithms differ in how much power and cache bandwidth they take from the other lane. So those that are
+nearly as fast are measured once more beside the other lane's work, and what both lanes take, multiplied, decides: a
+split of the SMs trades the one for the other.
 """
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from engine_core.device.cuda.graphs import GraphPool
 from engine_core.errors import describe_chain
 from engine_core.log import event
-from engine_core.ops.cuda.cublaslt import Problem, Product
+from engine_core.ops.cuda.cublaslt import Algorithm, Problem, Product
 from engine_core.ops.cuda.decoder import Weights
 from engine_core.ops.cuda.matmul import Choices, LaneMatmul
 
 log = logging.getLogger("greenlane.worker")
 
 _cuda: Any = torch.cuda  # torch's annotations of streams are incomplete
-COLD_BYTES = 200 << 20
-"""Weights that are read between two uses of the same: four times the second-level cache."""
-MEASURE_S = 1.5e-3
+NEAR = 1.15
+"""Algorithms that take up to so many times as long as the fastest are measured beside the other lane's work, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """What runs on the other lane of a split meanwhile: layers' products."""
+
+    multiply: LaneMatmul
+    stream: Any
+    weights: list[Weights]
+    rows: int
+    decodes: bool
+    """Whether that is the decode lane."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +48,20 @@ class Wanted:
     stream: Any
     weights: Weights
     rows: tuple[int, ...]
+    neighbour: Neighbour | None = None
 
 
-def tune(wanted: Iterable[Wanted], progress: Callable[[int, int], None]) -> int:
+class Times(Protocol):
+    """What `tune` needs of `ProductTimes`."""
+
+    def alone(self, group: Wanted, rows: int, problem: Problem, algorithm: Algorithm) -> float:
+        """Seconds of one product with the lane to itself."""
+
+    def beside(self, group: Wanted, rows: int, problem: Problem, algorithm: Algorithm) -> float:
+        """Its time beside the group's neighbour, times the neighbour's beside it."""
+
+
+def tune(wanted: Iterable[Wanted], times: Times, progress: Callable[[int, int], None]) -> int:
     """Choose for every product that has no choice yet; how many those were. The device is idle before and after."""
     unmeasured: dict[Product, tuple[Wanted, Problem]] = {}
     for group in wanted:
@@ -49,12 +70,20 @@ def tune(wanted: Iterable[Wanted], progress: Callable[[int, int], None]) -> int:
             problem = group.multiply.unmeasured(product)
             if problem is not None:
                 unmeasured[product] = (group, problem)
+    near: dict[Product, list[Algorithm]] = {}
     for done, (product, (group, problem)) in enumerate(unmeasured.items()):
-        progress(done, len(unmeasured))
-        times = [_seconds(group, product.rows, problem, place) for place in range(len(problem))]
-        group.multiply.choose(product, times.index(min(times)))
+        progress(done, 2 * len(unmeasured))
+        seconds = {way: times.alone(group, product.rows, problem, way) for way in problem.proposals()}
+        least = min(seconds.values())
+        near[product] = [way for way, took in seconds.items() if took <= NEAR * least]
+        group.multiply.choose(product, min(seconds, key=lambda way: seconds[way]))
+    for done, (product, (group, problem)) in enumerate(unmeasured.items()):
+        progress(len(unmeasured) + done, 2 * len(unmeasured))
+        if group.neighbour is not None and len(near[product]) > 1:
+            costs = {way: times.beside(group, product.rows, problem, way) for way in near[product]}
+            group.multiply.choose(product, min(costs, key=lambda way: costs[way]))
     if unmeasured:
-        progress(len(unmeasured), len(unmeasured))
+        progress(2 * len(unmeasured), 2 * len(unmeasured))
         _cuda.empty_cache()
     return len(unmeasured)
 
@@ -70,33 +99,3 @@ def keep(choices: Choices) -> None:
 def _product(group: Wanted, rows: int) -> Product:
     weights = group.weights
     return group.multiply.product(rows, weights.matrices[0], wide=weights.wide, biased=weights.biases is not None)
-
-
-def _seconds(group: Wanted, rows: int, problem: Problem, place: int) -> float:
-    """Of one product by that candidate."""
-    weights = group.weights
-    size = weights.matrices[0].numel() * 2
-    count = min(len(weights.matrices), max(1, -(-COLD_BYTES // size)))
-    x = torch.randn(rows, weights.matrices[0].shape[1], dtype=torch.bfloat16, device=weights.matrices[0].device)
-
-    def work() -> None:
-        for index in range(count):
-            bias = None if weights.biases is None else weights.biases[index]
-            problem.launch(place, x, weights.matrices[index], bias)
-
-    stream = group.stream
-    stream.wait_stream(_cuda.current_stream())
-    replay = GraphPool().capture(stream, work)
-    with _cuda.stream(stream):
-        once = _timed(stream, replay, 1)
-        repeats = max(1, min(50, round(MEASURE_S / once)))
-        return min(_timed(stream, replay, repeats) for _ in range(2)) / count
-
-
-def _timed(stream: Any, replay: Callable[[], None], repeats: int) -> float:
-    stream.synchronize()
-    began = time.perf_counter()
-    for _ in range(repeats):
-        replay()
-    stream.synchronize()
-    return (time.perf_counter() - began) / repeats

@@ -7,7 +7,7 @@ Launches go to torch's current stream and may be captured. Never synchronizes.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,10 @@ import torch
 from engine_core.ops.cuda.kernel import KernelError, require
 
 _cuda: Any = torch.cuda  # torch's annotations of streams are incomplete
-MOST_CANDIDATES = 32
+MOST_PROPOSALS = 32
+WIDE_OUTPUTS = 65536
+"""Of a product that fills any card: what the library proposes for it suits narrower ones, too, and isn't always among
+its proposals for those."""
 WORKSPACE_BYTES = 32 << 20
 """What the library asks for on this generation of cards."""
 ALIGNMENT = 256
@@ -28,9 +31,13 @@ _REDUCE_IN_F32 = 2
 """Split sums are added up in float32, not in the output's bf16."""
 
 
-class _Candidate(ctypes.Structure):
+_Code = ctypes.c_uint64 * 8
+CODE_BYTES = ctypes.sizeof(_Code)
+
+
+class _Proposal(ctypes.Structure):
     _fields_ = (
-        ("algorithm", ctypes.c_uint64 * 8),
+        ("code", _Code),
         ("workspace", ctypes.c_size_t),
         ("status", ctypes.c_int),
         ("waves", ctypes.c_float),
@@ -49,6 +56,16 @@ class Product:
     """That the stream has to itself."""
     wide: bool = False
     biased: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """A way to compute one product."""
+
+    code: bytes
+    """The library's own description, the same in every process with the same version of it."""
+    workspace: int
+    """Bytes."""
 
 
 class CublasLt:
@@ -71,41 +88,36 @@ class CublasLt:
         if status:
             raise KernelError(f"{name} returned {status}")
 
+    def succeeds(self, name: str, *arguments: Any) -> bool:
+        """Of a question whose answer is the status."""
+        return int(getattr(self._library, name)(*arguments)) == 0
+
     def problem(self, product: Product) -> Problem:
         if product not in self._problems:
             self._problems[product] = Problem(self, product)
         return self._problems[product]
 
 
-class Problem:
-    """A product's descriptors and the algorithms that the library proposes for it, its own favourite first.
-
-    Kept until the process ends. The library counts in columns: W is its first matrix, transposed, x its second.
-    """
+class _Description:
+    """A product in the library's terms. It counts in columns: W is its first matrix, transposed, x its second."""
 
     def __init__(self, library: CublasLt, product: Product) -> None:
         self._library = library
-        self._product = product
-        self._operation = ctypes.c_void_p()
-        library.call("cublasLtMatmulDescCreate", ctypes.byref(self._operation), _COMPUTE_F32, _F32)
-        self._set(_TRANSA, ctypes.c_int32(_TRANSPOSED))
+        self.operation = ctypes.c_void_p()
+        library.call("cublasLtMatmulDescCreate", ctypes.byref(self.operation), _COMPUTE_F32, _F32)
+        self.set(_TRANSA, ctypes.c_int32(_TRANSPOSED))
         if product.sms < library.sms:
-            self._set(_SM_COUNT_TARGET, ctypes.c_int32(product.sms))
+            self.set(_SM_COUNT_TARGET, ctypes.c_int32(product.sms))
         if product.biased:
-            self._set(_EPILOGUE, ctypes.c_int32(_EPILOGUE_BIAS))
+            self.set(_EPILOGUE, ctypes.c_int32(_EPILOGUE_BIAS))
         rows, outputs, inputs = product.rows, product.outputs, product.inputs
-        self._weight = self._layout(_BF16, inputs, outputs)
-        self._x = self._layout(_BF16, inputs, rows)
-        self._y = self._layout(_F32 if product.wide else _BF16, outputs, rows)
-        self._candidates = self._ask()
-        self._one, self._zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
+        self.weight = self._layout(_BF16, inputs, outputs)
+        self.x = self._layout(_BF16, inputs, rows)
+        self.y = self._layout(_F32 if product.wide else _BF16, outputs, rows)
 
-    def __len__(self) -> int:
-        return len(self._candidates)
-
-    def _set(self, attribute: int, value: Any) -> None:
+    def set(self, attribute: int, value: Any) -> None:
         size = ctypes.c_size_t(ctypes.sizeof(value))
-        self._library.call("cublasLtMatmulDescSetAttribute", self._operation, attribute, ctypes.byref(value), size)
+        self._library.call("cublasLtMatmulDescSetAttribute", self.operation, attribute, ctypes.byref(value), size)
 
     def _layout(self, dtype: int, rows: int, columns: int) -> ctypes.c_void_p:
         layout = ctypes.c_void_p()
@@ -113,7 +125,13 @@ class Problem:
         self._library.call("cublasLtMatrixLayoutCreate", ctypes.byref(layout), dtype, *sizes)
         return layout
 
-    def _ask(self) -> list[_Candidate]:
+    def destroy(self) -> None:
+        self._library.call("cublasLtMatmulDescDestroy", self.operation)
+        for layout in (self.weight, self.x, self.y):
+            self._library.call("cublasLtMatrixLayoutDestroy", layout)
+
+    def ask(self) -> list[_Proposal]:
+        """The library's proposals, its favourite first."""
         call, preference = self._library.call, ctypes.c_void_p()
         call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
         for attribute, value in (
@@ -122,37 +140,89 @@ class Problem:
         ):
             size = ctypes.c_size_t(ctypes.sizeof(value))
             call("cublasLtMatmulPreferenceSetAttribute", preference, attribute, ctypes.byref(value), size)
-        results, count = (_Candidate * MOST_CANDIDATES)(), ctypes.c_int()
-        matrices = (self._weight, self._x, self._y, self._y)
-        asked = (preference, MOST_CANDIDATES, results, ctypes.byref(count))
-        call("cublasLtMatmulAlgoGetHeuristic", self._library.handle, self._operation, *matrices, *asked)
+        results, count = (_Proposal * MOST_PROPOSALS)(), ctypes.c_int()
+        matrices = (self.weight, self.x, self.y, self.y)
+        asked = (preference, MOST_PROPOSALS, results, ctypes.byref(count))
+        call("cublasLtMatmulAlgoGetHeuristic", self._library.handle, self.operation, *matrices, *asked)
         call("cublasLtMatmulPreferenceDestroy", preference)
-        candidates = [result for result in results[: count.value] if result.status == 0]
-        if not candidates:
-            raise KernelError(f"cuBLASLt has no algorithm for {self._product}")
-        return candidates
+        return [result for result in results[: count.value] if result.status == 0]
 
-    def launch(self, algorithm: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """y by that candidate. Raises ValueError for tensors of another shape or alignment than the product's."""
-        product = self._product
+    def check(self, code: bytes) -> Algorithm | None:
+        """The algorithm, if it can compute this product here within the workspace that there is."""
+        result, copy = _Proposal(), _Code.from_buffer_copy(code)
+        matrices = (self.weight, self.x, self.y, self.y)
+        asked = (self._library.handle, self.operation, *matrices, ctypes.byref(copy), ctypes.byref(result))
+        if not self._library.succeeds("cublasLtMatmulAlgoCheck", *asked) or result.workspace > WORKSPACE_BYTES:
+            return None
+        return Algorithm(code, result.workspace)
+
+
+class Problem:
+    """A product as the library sees it. Kept until the process ends."""
+
+    def __init__(self, library: CublasLt, product: Product) -> None:
+        self._library = library
+        self._product = product
+        self._description = _Description(library, product)
+        self._checked: dict[bytes, Algorithm | None] = {}
+        self._favourite: Algorithm | None = None
+        self._one, self._zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
+
+    @property
+    def favourite(self) -> Algorithm:
+        """The library's own. Raises KernelError if it has none."""
+        if self._favourite is None:
+            own = self._description.ask()
+            if not own:
+                raise KernelError(f"cuBLASLt has no algorithm for {self._product}")
+            self._favourite = Algorithm(bytes(own[0].code), own[0].workspace)
+        return self._favourite
+
+    def restore(self, code: bytes) -> Algorithm | None:
+        """The algorithm of that description; None if it can't compute this product."""
+        if code not in self._checked:
+            self._checked[code] = self._description.check(code)
+        return self._checked[code]
+
+    def proposals(self) -> list[Algorithm]:
+        """Those for this product on its SMs, the favourite first; then those for the product on the whole card, and for
+        a wide one, as far as they can compute this one.
+
+        The library knows little of shares of a card: its proposals for 60 SMs come in clusters of four thread blocks,
+        which fill them badly.
+        """
+        card = replace(self._product, sms=self._library.sms)
+        codes = [self.favourite.code]
+        for product in dict.fromkeys((self._product, card, replace(card, outputs=WIDE_OUTPUTS))):
+            description = _Description(self._library, product)
+            codes += [bytes(proposal.code) for proposal in description.ask()]
+            description.destroy()
+        found = (self.restore(code) for code in dict.fromkeys(codes))
+        return [algorithm for algorithm in found if algorithm is not None]
+
+    def launch(
+        self, algorithm: Algorithm, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """y by that algorithm. Raises ValueError for tensors of another shape or alignment than the product's."""
+        product, description = self._product, self._description
         require(x, torch.bfloat16, (product.rows, product.inputs), "x")
         require(weight, torch.bfloat16, (product.outputs, product.inputs), "weight")
-        candidate = self._candidates[algorithm]
         y = x.new_empty(product.rows, product.outputs, dtype=torch.float32 if product.wide else torch.bfloat16)
-        workspace = x.new_empty(max(ALIGNMENT, candidate.workspace), dtype=torch.uint8)
+        workspace = x.new_empty(max(ALIGNMENT, algorithm.workspace), dtype=torch.uint8)
         if (x.data_ptr() | weight.data_ptr() | y.data_ptr() | workspace.data_ptr()) % ALIGNMENT:
             raise ValueError(f"{product} needs tensors aligned to {ALIGNMENT} bytes")
         if bias is not None:
             require(bias, torch.bfloat16, (product.outputs,), "bias")
-            self._set(_BIAS_POINTER, ctypes.c_void_p(bias.data_ptr()))
+            description.set(_BIAS_POINTER, ctypes.c_void_p(bias.data_ptr()))
+        code = _Code.from_buffer_copy(algorithm.code)
         self._library.call(
             "cublasLtMatmul",
-            *(self._library.handle, self._operation),
-            *(ctypes.byref(self._one), ctypes.c_void_p(weight.data_ptr()), self._weight),
-            *(ctypes.c_void_p(x.data_ptr()), self._x),
-            *(ctypes.byref(self._zero), ctypes.c_void_p(y.data_ptr()), self._y),
-            *(ctypes.c_void_p(y.data_ptr()), self._y),
-            *(ctypes.byref(candidate.algorithm), ctypes.c_void_p(workspace.data_ptr())),
-            *(ctypes.c_size_t(candidate.workspace), ctypes.c_void_p(int(_cuda.current_stream().cuda_stream))),
+            *(self._library.handle, description.operation),
+            *(ctypes.byref(self._one), ctypes.c_void_p(weight.data_ptr()), description.weight),
+            *(ctypes.c_void_p(x.data_ptr()), description.x),
+            *(ctypes.byref(self._zero), ctypes.c_void_p(y.data_ptr()), description.y),
+            *(ctypes.c_void_p(y.data_ptr()), description.y),
+            *(ctypes.byref(code), ctypes.c_void_p(workspace.data_ptr())),
+            *(ctypes.c_size_t(algorithm.workspace), ctypes.c_void_p(int(_cuda.current_stream().cuda_stream))),
         )
         return y

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine_core.ops.cuda.cublaslt import CublasLt, Problem, Product
+from engine_core.ops.cuda.cublaslt import CODE_BYTES, Algorithm, CublasLt, Problem, Product
 
 
 class Multiply(Protocol):
@@ -24,30 +24,31 @@ class Multiply(Protocol):
 
 
 class Choices:
-    """Algorithms by product, as places in the library's list of proposals; on disk for one card and library version."""
+    """Algorithms by product, as the library describes them; on disk for one card and library version."""
 
     def __init__(self, file: Path) -> None:
         """A file that can't be read as such counts as empty: everything is measured anew."""
         self._file = file
-        self._places: dict[str, int] = {}
+        self._codes: dict[str, bytes] = {}
         try:
-            places = json.loads(file.read_bytes())
-            self._places = {str(key): int(place) for key, place in places.items()}
+            codes = {str(key): bytes.fromhex(code) for key, code in json.loads(file.read_bytes()).items()}
         except (OSError, ValueError, TypeError, AttributeError):
-            self._places = {}
+            return
+        if all(len(code) == CODE_BYTES for code in codes.values()):
+            self._codes = codes
 
-    def find(self, product: Product, candidates: int) -> int | None:
-        """None if it wasn't measured, or can't have been among these."""
-        place = self._places.get(_key(product))
-        return place if place is not None and 0 <= place < candidates else None
+    def find(self, product: Product) -> bytes | None:
+        """The algorithm's code; None if it wasn't measured."""
+        return self._codes.get(_key(product))
 
-    def choose(self, product: Product, place: int) -> None:
-        self._places[_key(product)] = place
+    def choose(self, product: Product, algorithm: Algorithm) -> None:
+        self._codes[_key(product)] = algorithm.code
 
     def save(self) -> None:
         """Replaces the file at once: several processes may do so. Raises OSError."""
+        codes = {key: code.hex() for key, code in self._codes.items()}
         with tempfile.NamedTemporaryFile("w", dir=self._file.parent, delete=False) as file:
-            json.dump(self._places, file, indent=0, sort_keys=True)
+            json.dump(codes, file, indent=0, sort_keys=True)
         Path(file.name).rename(self._file)
 
 
@@ -73,7 +74,7 @@ class LaneMatmul:
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, wide: bool = False) -> Tensor:
         product = self.product(x.shape[0], weight, wide=wide, biased=bias is not None)
         problem = self._library.problem(product)
-        return problem.launch(self._choices.find(product, len(problem)) or 0, x, weight, bias)
+        return problem.launch(self._chosen(product, problem) or problem.favourite, x, weight, bias)
 
     def product(self, rows: int, weight: Tensor, *, wide: bool, biased: bool) -> Product:
         outputs, inputs = weight.shape
@@ -82,7 +83,11 @@ class LaneMatmul:
     def unmeasured(self, product: Product) -> Problem | None:
         """What there is to choose from, if nothing was chosen yet."""
         problem = self._library.problem(product)
-        return problem if self._choices.find(product, len(problem)) is None else None
+        return problem if self._chosen(product, problem) is None else None
 
-    def choose(self, product: Product, place: int) -> None:
-        self._choices.choose(product, place)
+    def choose(self, product: Product, algorithm: Algorithm) -> None:
+        self._choices.choose(product, algorithm)
+
+    def _chosen(self, product: Product, problem: Problem) -> Algorithm | None:
+        code = self._choices.find(product)
+        return None if code is None else problem.restore(code)
