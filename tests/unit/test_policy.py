@@ -96,9 +96,9 @@ def test_a_lone_long_prompt_is_no_pile() -> None:
 
 @pytest.mark.parametrize(("decode_us", "way"), [(8500, Way.LANE), (20_000, Way.MIXED)])
 def test_where_nothing_keeps_the_target_the_lane_counts_too(decode_us: int, way: Way) -> None:
-    """A lone prompt takes 0.13 s on the lane beside steps of 8.5 ms, where 6.4 are aimed at; in chunks of 32 tokens that
-    cost decode less still it takes 1 s. Red when chunks grow beyond what the lane would cost decode; or when the lane
-    is taken though a chunk that is soon enough costs decode less."""
+    """A lone prompt takes 0.13 s on the lane beside steps of 8.5 ms, where 6.4 are aimed at; in chunks of 32 tokens,
+    which cost decode less still, it takes 1 s. Red when chunks grow beyond what the lane would cost decode; or when the
+    lane is taken though a chunk that is soon enough costs decode less."""
     slow = partitioned(decode_us=decode_us)
     slow = replace(slow, mixed=[(rows, tokens, 2 * us) for rows, tokens, us in slow.mixed])
     assert auto(times=slow).choose(load()).way is way
