@@ -14,8 +14,9 @@ from enum import Enum
 
 from engine_core.step import StepTimes
 
-LEARNING = 0.15
-"""Weight of a new observation in a correction."""
+LEARNING, BATCH_LEARNING = 0.15, 0.5
+"""Weight of a new observation in a correction: there are dozens of steps to a batch on the prefill lane, and what that
+takes is known better than what one step does."""
 CORRECTION = (0.5, 3.0)
 """A correction stays within these: one stalled step must not switch prefill off."""
 
@@ -111,7 +112,8 @@ class StepModel:
         predicted, which = self._predict(observed), (observed.work, observed.partition)
         if predicted is None:
             return
-        moved = self._corrections[which] * (1 + LEARNING * (observed.busy_us / predicted - 1))
+        weight = BATCH_LEARNING if observed.work is Work.BATCH else LEARNING
+        moved = self._corrections[which] * (1 + weight * (observed.busy_us / predicted - 1))
         self._corrections[which] = min(max(moved, CORRECTION[0]), CORRECTION[1])
 
     def _predict(self, observed: Observed) -> float | None:

@@ -171,6 +171,17 @@ def test_it_learns_from_steps_and_forgets_outliers() -> None:
     assert model.decode(load()) <= 3 * before[Work.DECODE]
 
 
+def test_a_batch_teaches_more_than_a_step() -> None:
+    """Red when a batch that took half as long again as predicted is expected to take little longer the next time: a
+    partition that is slower than another would be taken for its short steps again and again."""
+    model = auto().model
+    before = model.batch(load(), BUDGET, 0), model.beside(load(), 0)
+    model.observe(Observed(Work.BATCH, load(), BUDGET, round(1.5 * before[0])))
+    model.observe(Observed(Work.BESIDE, load(), BUDGET, round(1.5 * before[1])))
+    assert model.batch(load(), BUDGET, 0) == pytest.approx(1.25 * before[0], rel=1e-3)
+    assert model.beside(load(), 0) == pytest.approx(1.075 * before[1], rel=1e-3)
+
+
 def test_what_has_no_prediction_teaches_nothing() -> None:
     """Red when prefill without decode rows, or a chunk larger than any table entry, moves a correction."""
     policy = auto(9.0)
