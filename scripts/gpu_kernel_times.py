@@ -47,6 +47,7 @@ from scripts.gpu_kernel_cases import (
     random,
     sms,
 )
+from scripts.gpu_lane_times import time_lanes
 
 _cuda: Any = torch.cuda  # torch's annotations of streams are incomplete
 Row = dict[str, float | int | str]
@@ -337,4 +338,5 @@ TIMES: dict[str, Callable[[Path], Iterable[Row]]] = {
     "sampling": time_sampling,
     "layer": time_layer,
     "prefill": time_prefill,
+    "lanes": time_lanes,
 }

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # this file is run as a script
 
 CHECK_NAMES = ("linear", "matmul", "layer", "attention", "prefill", "sampling", "step")
-TIME_NAMES = ("step", "linear", "matmul", "attention", "sampling", "layer", "prefill")
+TIME_NAMES = ("step", "linear", "matmul", "attention", "sampling", "layer", "prefill", "lanes")
 
 
 def main() -> int:

@@ -51,13 +51,13 @@ class ProductTimes:
         if neighbour is None:
             raise ValueError("a lane that shares the card with none has nothing beside it")
         own, _ = _capture(group, rows, problem, algorithm)
-        load = self._load(neighbour)
-        if neighbour.decodes:
-            return self._side_by_side(group.stream, own, load)
-        return self._side_by_side(neighbour.stream, load, own)
+        load = self.load(neighbour)
+        pair = (group.stream, own, load) if neighbour.decodes else (neighbour.stream, load, own)
+        prefill_s, decode_s = self.side_by_side(*pair)
+        return prefill_s * decode_s
 
-    def _load(self, neighbour: Neighbour) -> Replay:
-        """The neighbour's products with what is chosen for them by now."""
+    def load(self, neighbour: Neighbour) -> Replay:
+        """What replays the neighbour's products with what is chosen for them by now."""
         key = int(neighbour.stream.cuda_stream)
         if key not in self._loads:
             inputs = {id(weights): _random(neighbour.rows, weights) for weights in neighbour.weights}
@@ -72,8 +72,8 @@ class ProductTimes:
             self._loads[key] = GraphPool().capture(neighbour.stream, work)
         return self._loads[key]
 
-    def _side_by_side(self, lane: Any, prefill: Replay, decode: Replay) -> float:
-        """A prefill replay's seconds times a decode replay's, of two in flight while the prefill lane is busy."""
+    def side_by_side(self, lane: Any, prefill: Replay, decode: Replay) -> tuple[float, float]:
+        """Seconds of a prefill replay on its lane, and of a decode replay, of two in flight while the lane is busy."""
         with _cuda.stream(lane):
             repeats = max(2, round(BESIDE_S / _timed(lane, prefill, 1)))
             began = time.perf_counter()
@@ -89,7 +89,7 @@ class ProductTimes:
         took = time.perf_counter() - began
         self._primary.synchronize()
         count = max(1, len(ends) - 2)
-        return took / repeats * float(begin.elapsed_time(ends[count - 1])) / count
+        return took / repeats, 1e-3 * float(begin.elapsed_time(ends[count - 1])) / count
 
 
 def _capture(group: Wanted, rows: int, problem: Problem, algorithm: Algorithm) -> tuple[Replay, int]:
