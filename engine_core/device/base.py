@@ -98,14 +98,17 @@ class Compute(Protocol):
     device reports about earlier work is not (rule O14): `is_fatal` tells them apart.
     """
 
-    def start_row(self, start: RowStart) -> None:
-        """The slot's sampling state begins anew."""
+    def start_row(self, start: RowStart, batch: Batch) -> None:
+        """The slot's tables begin anew: enqueue that on the lane and partition of `batch`, which is launched behind it.
+
+        Nothing in flight on another lane may use the slot (rule O12)."""
 
     def end_rows(self, slots: list[int]) -> None:
         """These slots' state is void (they are about to be started again)."""
 
     def append_pages(self, slots: Int32, columns: Int32, pages: Int32) -> None:
-        """The host's page tables have grown: pages[i] stands in row slots[i] at columns[i], for all later forwards."""
+        """The host's page tables have grown: pages[i] stands in row slots[i] at columns[i], for all later forwards of
+        the primary lane."""
 
     def forward(self, batch: Batch, ring: int) -> None:
         """Stage inputs in ring slot `ring` and enqueue the forward on the batch's lane; what is needed to sample stays

@@ -38,7 +38,7 @@ class CpuCompute:
         self._hidden: dict[int, torch.Tensor] = {}
         self._sampled: dict[int, Sampled] = {}
 
-    def start_row(self, start: RowStart) -> None:
+    def start_row(self, start: RowStart, batch: Batch) -> None:
         ids = np.frombuffer(start.ids, "<i4")
         self._sampler.set_row(start.slot, start.sampling, start.prompt_len, ids)
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from engine_core.config import WorkerConfig
 from engine_core.device.base import Batch, Device, Int32, LaneSizes, Sampled, page_budget
 from engine_core.device.driver import Driver, Watch
-from engine_core.device.fake_driver import HOST, Clocks, FakeTable, RaceDetected
+from engine_core.device.fake_driver import HOST, Clocks, FakeTable, RaceDetected, Ticks
 from engine_core.device.green import lane_sizes
 from engine_core.device.streams import open_streams
 from engine_core.model_config import load_model_config
@@ -80,17 +80,30 @@ class FakeCompute:
         self._drawn: dict[tuple[Lane, int], Int32] = {}
         self._tops: dict[tuple[Lane, int], Int32] = {}
         self._pages = Clocks("page", total_pages)
-        self._slots = Clocks("last token of slot", max_num_seqs)
+        self._slots = Clocks("row of slot", max_num_seqs)
+        """Its tables (pages, parameters) and its last token."""
+        self._appended: list[int] = []
+        """Slots whose page table has grown since the primary lane's last forward."""
         self._rings = {lane: Clocks(f"ring slot of lane {lane.name}", rings) for lane in Lane}
 
-    def start_row(self, start: RowStart) -> None:
+    def start_row(self, start: RowStart, batch: Batch) -> None:
+        """Writes the slot's tables; each forward copies its rows', so there is nothing in the writing but its place in
+        the order of things."""
+        stream = self._stream(batch)
+        self._slots.write(np.array([start.slot], np.int32), stream.thread, self._table.enqueue(stream, _nothing))
         self._logprobs[start.slot] = start.sampling.logprobs
 
     def end_rows(self, slots: list[int]) -> None:
-        self._logprobs[slots] = -1
+        self._appended = [slot for slot in self._appended if slot not in slots]
 
     def append_pages(self, slots: Int32, columns: Int32, pages: Int32) -> None:
-        """Nothing to do: each forward copies its rows' tables."""
+        self._appended += slots.tolist()
+
+    def _apply_pages(self, stream: Any, clock: Ticks) -> None:
+        """What is enqueued next on the primary lane takes along the pages appended since the last time."""
+        if self._appended:
+            self._slots.write(np.array(self._appended, np.int32), stream.thread, clock)
+            self._appended = []
 
     def _stream(self, batch: Batch) -> Any:
         if batch.lane is Lane.PREFILL and self._partitions:
@@ -107,8 +120,9 @@ class FakeCompute:
         clock = self._table.enqueue(stream, lambda: self._run_forward(batch, table, origin, ring))
         self._pages.read(table[columns <= last[:, None]], stream.thread, clock)
         self._pages.write(table[(columns >= first[:, None]) & (columns <= last[:, None])], stream.thread, clock)
-        if batch.decode_rows:
-            self._slots.read(batch.slots[: batch.decode_rows], stream.thread, clock)
+        if batch.lane is Lane.PRIMARY:
+            self._apply_pages(stream, clock)
+        self._slots.read(batch.slots, stream.thread, clock)
         self._rings[batch.lane].write(np.array([ring], np.int32), stream.thread, clock)
 
     def _run_forward(self, batch: Batch, table: Int32, origin: Int32, ring: int) -> None:
@@ -147,6 +161,7 @@ class FakeCompute:
         self._tops[batch.lane, ring] = self._logprobs[batch.slots[batch.sample_rows]]
         clock = self._table.enqueue(stream, lambda: self._run_sample(batch, ring))
         self._rings[batch.lane].write(np.array([ring], np.int32), stream.thread, clock)
+        self._apply_pages(stream, clock)
         self._slots.write(batch.slots[batch.sample_rows], stream.thread, clock)
 
     def _run_sample(self, batch: Batch, ring: int) -> None:
@@ -183,6 +198,10 @@ class FakeCompute:
 
     def close(self) -> None:
         self._kv = np.zeros((0, self._page_size), np.uint64)
+
+
+def _nothing() -> None:
+    """An operation whose place in the order is all that counts."""
 
 
 def _certain(rows: npt.NDArray[np.uint32], tokens: Int32, tops: Int32) -> LogprobBlock:

@@ -25,8 +25,6 @@ class PrefillFlight:
     owned: Owned
     ring: int
     batch: Batch
-    producers: Completion | None = None
-    """What the primary lane had been given before, which the batch starts behind."""
     completion: Completion | None = None
     span: Span | None = None
     drawing: Span | None = None
@@ -47,6 +45,8 @@ class StepFlight:
     ring: int
     batch: Batch
     started: float
+    prompts: bool = False
+    """It holds chunks or starts rows, on which a batch of the prefill lane may build."""
     joined: list[PrefillFlight] = field(default_factory=list)
     """Prefill batches whose results travel with this step."""
     completion: Completion | None = None

@@ -14,7 +14,7 @@ from engine_core.device.drop_queue import DropQueue
 from engine_core.device.guard import LaunchGuard, Owned, Ownership, WorkFailed
 from engine_core.device.lanes import Completion, Lanes, LaneStream
 from engine_core.errors import ProtocolViolation
-from engine_core.step import Lane, PrefillResult, StepPlan, StepResult
+from engine_core.step import Lane, PrefillResult, RowStart, StepPlan, StepResult
 from engine_core.worker.flights import PrefillFlight, StepFlight
 from engine_core.worker.late_rows import LateRows
 from engine_core.worker.logprob_blocks import split_logprobs
@@ -80,20 +80,24 @@ class Runner:
         for start in plan.starts:
             self._constraints.start(start.slot, start.grammar, self._tables.output(start))
         drawing = self._late.sort(plan, self._tables.decode_slots(plan))
-        mixed, late = ([], []) if plan.prefill_lane else (plan.chunks, drawing.late_chunks)
+        on_lane = plan.prefill_lane and bool(plan.chunks)
+        mixed, late = ([], []) if on_lane else (plan.chunks, drawing.late_chunks)
         batch = self._tables.batch(plan.step, Lane.PRIMARY, drawing.decode, mixed, late)
         flight = StepFlight(plan.step, Owned(f"step {plan.step}"), plan.step % self._rings, batch, started)
         flight.late, flight.late_chunks = drawing.late, late
+        flight.prompts = not on_lane and bool(plan.starts or plan.chunks)
         self._steps.append(flight)
         self._lanes.launching(Lane.PRIMARY)
-        self._start_rows(plan)
+        if plan.starts:
+            self._compute.end_rows([start.slot for start in plan.starts])
+        self._start_rows([] if on_lane else plan.starts, batch)
         self._compute.append_pages(*appended)
         self._join_if_complete(self._carrier(flight))
-        prefill = self._open_prefill(plan, drawing.late_chunks) if plan.prefill_lane and plan.chunks else None
+        prefill = self._open_prefill(plan, drawing.late_chunks) if on_lane else None
         if plan.decode_slots or plan.chunks or flight.joined or self._prefill is None:
             self._launch_primary(flight)
         if prefill is not None:
-            self._launch_prefill(prefill)
+            self._launch_prefill(prefill, plan.starts)
         self._step_log.launched(plan, batch.decode_rows, started)
 
     def _admit(self, plan: StepPlan) -> None:
@@ -111,11 +115,9 @@ class Runner:
         if self._steps and self._steps[-1].owned.state is Ownership.NONE:
             self._launch_primary(self._steps[-1])
 
-    def _start_rows(self, plan: StepPlan) -> None:
-        if plan.starts:
-            self._compute.end_rows([start.slot for start in plan.starts])
-            for start in plan.starts:
-                self._compute.start_row(start)
+    def _start_rows(self, starts: Sequence[RowStart], batch: Batch) -> None:
+        for start in starts:
+            self._compute.start_row(start, batch)
 
     def _launch_primary(self, flight: StepFlight) -> None:
         """Enqueue the step's own rows and record its completion; the guard is armed throughout (rules O1, O4, O5)."""
@@ -151,16 +153,17 @@ class Runner:
     # ----------------------------------------------------------------- prefill lane
 
     def _open_prefill(self, plan: StepPlan, late: list[int]) -> PrefillFlight:
-        """Order the prefill lane behind all that the primary lane was given so far (rule O1).
+        """The plan's batch, beside which decode keeps to its partition from now on (rule L2).
 
-        That is prefix pages that the batch will read, and the tables of the rows that start now; the decode rows of
-        this step come later. At most one batch is in flight (rule L6).
+        At most one is in flight (rule L6), and it is until its result is read: so its ring slot's next batch comes
+        behind its draw.
         """
         step = plan.step
+        unread = [prefill.step for flight in self._steps for prefill in flight.joined]
         if self._prefill is not None:
-            raise ProtocolViolation(
-                f"step {step} launches a prefill while that of step {self._prefill.step} is in flight"
-            )
+            unread.append(self._prefill.step)
+        if unread:
+            raise ProtocolViolation(f"step {step} launches a prefill while that of step {unread[0]} is in flight")
         if not self._lanes.has(Lane.PREFILL):
             raise ProtocolViolation(f"step {step} asks for a prefill lane; this worker has none")
         if not 0 <= plan.partition < max(1, len(self._partitions)):
@@ -173,24 +176,21 @@ class Runner:
         batch.partition = plan.partition
         if self._partitions:
             self._lanes.steer(Lane.PREFILL, self._partitions[plan.partition])
+        return flight
+
+    def _launch_prefill(self, flight: PrefillFlight, starts: Sequence[RowStart]) -> None:
+        """Enqueue the batch, after this step's decode: its host work delays nobody (rule L5).
+
+        The rows that start with it do so on its own lane, ahead of it: it waits for no decode step (rule O1).
+        """
         flight.owned.to(Ownership.LAUNCHING)
         try:
             with self._guard.armed(flight.owned):
-                self._lanes.launching(Lane.PREFILL)
-                flight.producers = self._lanes.complete(Lane.PRIMARY, self._lanes.launched(Lane.PRIMARY))
-                self._lanes.order_after(Lane.PREFILL, flight.producers)
-        except WorkFailed as failure:
-            flight.error = str(failure)
-        return flight
-
-    def _launch_prefill(self, flight: PrefillFlight) -> None:
-        """Enqueue the batch, after this step's decode: its host work delays nobody (rule L5)."""
-        if flight.error is not None:
-            return
-        try:
-            with self._guard.armed(flight.owned):
                 self._lanes.launching(Lane.PREFILL, flight.step)
+                for producer in self._producers():
+                    self._lanes.order_after(Lane.PREFILL, producer)
                 flight.launched = self._now()
+                self._start_rows(starts, flight.batch)
                 flight.span = self._step_log.begin(Lane.PREFILL)
                 self._compute.forward(flight.batch, flight.ring)
                 self._step_log.finish(flight.span)
@@ -201,6 +201,14 @@ class Runner:
             self._step_log.prefill_launched(flight.batch)
         except WorkFailed as failure:
             flight.error = str(failure)
+
+    def _producers(self) -> list[Completion]:
+        """Of the primary lane's steps in flight those that a batch may build on: chunks before its own, tables.
+
+        Whatever else it touches was proven done before it was given away (rules O8, O12). A step without a completion
+        has failed, behind a synchronization of every lane (rule O1).
+        """
+        return [step.completion for step in self._steps if step.prompts and step.completion is not None]
 
     def _carrier(self, flight: StepFlight) -> StepFlight:
         """Whose result a batch that joins now travels with: the step's before this one, as long as that is in flight.
@@ -242,8 +250,6 @@ class Runner:
             except WorkFailed as failure:
                 prefill.error = str(failure)
             self._lanes.discard(prefill.completion)
-        if prefill.producers is not None:
-            self._lanes.discard(prefill.producers)
         self._drops.release(Lane.PREFILL, self._lanes.proven(Lane.PREFILL))
         return True
 

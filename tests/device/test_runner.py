@@ -9,7 +9,7 @@ from engine_core.device.driver import Status
 from engine_core.device.fake_driver import RaceDetected
 from engine_core.device.guard import Ownership
 from engine_core.errors import ProtocolViolation
-from engine_core.step import Lane, PrefillChunk, StepResult
+from engine_core.step import Lane, PrefillChunk, RowStart, StepResult
 from tests.device.rig import Aborted, RunnerRig, Script, ints, plan, row
 
 
@@ -141,19 +141,100 @@ def test_o8_a_batch_that_joins_travels_with_the_step_before() -> None:
     assert (last.step, last.prefills) == (4, [])
 
 
-def test_o1_the_prefill_lane_waits_for_the_primary_lane_s_pages() -> None:
-    """O1: red (RaceDetected) when `_launch_prefill` drops `order_after`.
-
-    The prefill reads a prefix page that the primary lane may still be writing.
-    """
+@pytest.fixture
+def decoding() -> RunnerRig:
+    """Row 0's next step is on the primary lane's stream, which stands still."""
     rig = RunnerRig(Script(eager=False))
-    rig.runner.launch(plan(1, starts=[row(0, [1, 2, 3, 4], [0])], chunks=[PrefillChunk(0, 0, 4, True)]))
-    rig.runner.launch(
-        plan(2, starts=[row(1, [1, 2, 3, 4, 5], [0, 1], cached=4)], chunks=[PrefillChunk(1, 4, 1, True)], lane=True)
-    )
+    rig.runner.launch(plan(1, starts=[row(0, [1, 2], [0, 20])], chunks=[PrefillChunk(0, 0, 2, True)]))
     rig.table.run_all()
     rig.runner.collect()
+    rig.runner.launch(plan(2, decode=[0]))
+    return rig
+
+
+def first_tokens(rig: RunnerRig, step: int) -> list[int]:
+    """Run everything, and what the prefill in flight drew, which joins with this step."""
+    rig.table.run_all()
+    rig.runner.collect()
+    rig.runner.launch(plan(step))
+    rig.table.run_all()
+    return [token for result in rig.runner.collect() for prefill in result.prefills for token in ints(prefill.tokens)]
+
+
+def test_o1_a_prefill_waits_for_no_decode_step(decoding: RunnerRig) -> None:
+    """O1: red when the prefill lane is ordered behind a decode step in flight, or (RaceDetected) when its rows' tables
+    are written on the primary lane, where nothing orders them ahead of the batch."""
+    rig, primary, prefill = decoding, decoding.streams[Lane.PRIMARY], decoding.streams[Lane.PREFILL]
+    starts = [row(1, IDS, [1, 2])]
+    rig.runner.launch(plan(3, starts=starts, decode=[0], chunks=[PrefillChunk(1, 0, 6, True)], lane=True))
+    waiting = len(primary.queue)
+    rig.table.run(prefill, 99)
+    assert not prefill.queue
+    assert len(primary.queue) == waiting > 0
+    assert first_tokens(rig, 4) == prefill_then_decode(RunnerRig(), IDS, 0)
     assert rig.aborts == []
+
+
+def test_o1_a_prefill_waits_for_the_chunks_before_its_own(decoding: RunnerRig) -> None:
+    """O1: red (RaceDetected) when the prefill lane isn't ordered behind a step with chunks: the batch reads what the
+    primary lane may still be writing."""
+    rig = decoding
+    rig.runner.launch(plan(3, starts=[row(1, IDS, [1, 2])], decode=[0], chunks=[PrefillChunk(1, 0, 3, False)]))
+    rig.runner.launch(plan(4, decode=[0], chunks=[PrefillChunk(1, 3, 3, True)], lane=True))
+    rig.table.run(rig.streams[Lane.PREFILL], 99)
+    assert rig.streams[Lane.PREFILL].queue
+    assert first_tokens(rig, 5) == prefill_then_decode(RunnerRig(), IDS, 0)
+    assert rig.aborts == []
+
+
+def test_o1_a_prefill_waits_for_tables_that_the_primary_lane_writes(decoding: RunnerRig) -> None:
+    """O1: red (RaceDetected) when only steps with chunks count as what a batch builds on, not those that start rows."""
+    rig = decoding
+    rig.runner.launch(plan(3, starts=[row(1, IDS, [1, 2])], decode=[0]))
+    rig.runner.launch(plan(4, decode=[0], chunks=[PrefillChunk(1, 0, 6, True)], lane=True))
+    assert first_tokens(rig, 5) == prefill_then_decode(RunnerRig(), IDS, 0)
+    assert rig.aborts == []
+
+
+def test_o1_chunks_without_a_completion_are_behind_the_prefill_s_start(
+    decoding: RunnerRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """O1, E5: red when a step with chunks that failed leaves the prefill lane unordered with the kernels it had
+    enqueued, or can't be passed because it has no completion."""
+    rig = decoding
+
+    def fail(batch: Batch, ring: int) -> None:
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.compute, "sample", fail)
+        rig.runner.launch(plan(3, starts=[row(1, IDS, [1, 2])], decode=[0], chunks=[PrefillChunk(1, 0, 3, False)]))
+    rig.runner.launch(plan(4, starts=[row(2, IDS, [1, 2])], chunks=[PrefillChunk(2, 0, 6, True)], lane=True))
+    rig.table.run(rig.streams[Lane.PREFILL], 99)
+    assert not rig.streams[Lane.PREFILL].queue
+    assert first_tokens(rig, 5) == prefill_then_decode(RunnerRig(), IDS, 0)
+    assert rig.aborts == []
+
+
+def test_o4_a_row_that_can_t_start_fails_with_its_batch(decoding: RunnerRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """O1, O4: red when the error leaves while a lane runs, or harms the row that decodes beside."""
+    rig = decoding
+    start_row = rig.compute.start_row
+
+    def fail(start: RowStart, batch: Batch) -> None:
+        start_row(start, batch)
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(rig.compute, "start_row", fail)
+    starts, chunks = [row(1, IDS, [1, 2])], [PrefillChunk(1, 0, 6, True)]
+    rig.runner.launch(plan(3, starts=starts, decode=[0], chunks=chunks, lane=True))
+    assert not any(stream.queue for stream in rig.table.streams)
+    rig.runner.launch(plan(4, decode=[0]))
+    rig.table.run_all()
+    results = rig.runner.collect()
+    assert [(len(ints(result.tokens)), result.error) for result in results] == [(1, None)] * 3
+    errors = [prefill.error for result in results for prefill in result.prefills]
+    assert errors == ["the prefill of step 3 failed: MemoryError: no room"]
 
 
 def test_a_page_given_away_too_early_is_detected() -> None:
@@ -244,7 +325,7 @@ def test_e5_a_step_whose_event_fails_is_reported_after_its_work_ended() -> None:
 
 
 def test_events_are_destroyed() -> None:
-    """Red when the event of a step, of a prefill or of what the prefill started behind outlives the results."""
+    """Red when the event of a step or of a prefill outlives the results."""
     rig = RunnerRig()
     rig.run(plan(1, starts=[row(0, [1, 2], [0, 1, 2, 3])], chunks=[PrefillChunk(0, 0, 2, True)]))
     rig.run(plan(2, starts=[row(1, IDS, [4, 5])], decode=[0], chunks=[PrefillChunk(1, 0, 6, True)], lane=True))

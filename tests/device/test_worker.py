@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from engine_core.device.base import Int32
+from engine_core.device.base import Batch, Int32
 from engine_core.device.driver import Status
 from engine_core.device.fail_stop import FailStop, Unbounded
 from engine_core.errors import ProtocolViolation
@@ -152,7 +152,7 @@ def test_o6_an_error_outside_guarded_work_ends_the_worker(rig: WorkerRig, monkey
 def test_o6_a_row_that_can_t_start_ends_the_worker(rig: WorkerRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """O6: red when a plan's tables are half written and the worker goes on with them."""
 
-    def fail(start: RowStart) -> None:
+    def fail(start: RowStart, batch: Batch) -> None:
         raise MemoryError("no room for the row")
 
     rig.decode_and_prefill_in_flight()

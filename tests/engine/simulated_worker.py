@@ -138,10 +138,10 @@ class SimulatedWorker:
     def finish_prefill(self) -> bool:
         """Execute the batch on the prefill lane; its result travels with the next step that finishes.
 
-        It starts behind the steps that the primary lane was given before (rule O1).
+        It starts behind the steps with chunks that the primary lane was given before (rule O1).
         """
         batch = self._batch
-        if batch is None or batch.executed or any(pending.step < batch.step for pending in self._pending):
+        if batch is None or batch.executed or any(p.step < batch.step and p.chunks for p in self._pending):
             return False
         batch.error = self.fail_prefills.pop(batch.step, None)
         for work in batch.work:

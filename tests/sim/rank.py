@@ -106,9 +106,9 @@ class ObservedCompute(FakeCompute):
 
     rank: Rank
 
-    def start_row(self, start: RowStart) -> None:
+    def start_row(self, start: RowStart, batch: Batch) -> None:
         self.rank.python_fault.reached("start_row", after=False)
-        super().start_row(start)
+        super().start_row(start, batch)
 
     def forward(self, batch: Batch, ring: int) -> None:
         self.rank.python_fault.reached("forward", after=False)

@@ -46,6 +46,19 @@ def prefill_with_decode(sim: Sim) -> None:
         sim.turn(prefill=0)
 
 
+def goes_on_on_the_lane(sim: Sim) -> None:
+    """A prompt's first chunk shares a step with another prompt; its last is a batch beside the decode that follows.
+
+    At depth 2 and 3 the step is still in flight when the batch is launched.
+    """
+    sim.add(1, list(range(6)), 7)
+    sim.add(2, list(range(40, 66)), 2)
+    sim.step_engine()
+    sim.step_worker()
+    for _ in range(2):
+        sim.turn(prefill=1)
+
+
 def joins_in_flight(sim: Sim) -> None:
     """The prefill is complete while steps behind it are in flight: its result travels with the newest of them.
 
@@ -143,6 +156,7 @@ def shutdown_when(state: BatchState | None) -> Callable[[Sim], None]:
 
 SCENARIOS = (
     Scenario(prefill_with_decode),
+    Scenario(goes_on_on_the_lane),
     Scenario(joins_in_flight),
     Scenario(last_decoder_retires),
     Scenario(abort_in_flight, pages=12),

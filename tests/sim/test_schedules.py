@@ -178,6 +178,49 @@ def test_prefix_pages_under_a_prefill_in_flight_are_not_given_away(overlap: str,
     life.check()
 
 
+@pytest.mark.parametrize("overlap", ["stream", "green"])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_prefill_is_computed_while_decode_steps_stand_still(overlap: str, depth: int) -> None:
+    """O1: red when a batch waits for a decode step in flight, or its rows' tables are written on the primary lane,
+    where nothing orders them ahead of it: the vector clocks raise, the worker aborts."""
+    life = Life(Sim(overlap=overlap, depth=depth))
+    sim, (rank,) = life.sim, life.sim.ranks
+    life.add(5, 20, 0, 2, None, 1)
+    sim.turn()
+    sim.step_engine()
+    sim.step_worker()
+    sim.run_stream(Lane.PRIMARY, 2)
+    sim.step_worker()
+    life.add(20, 4, 0, 1, None, 1)
+    sim.step_engine()
+    sim.step_worker()
+    assert sim.engine.stats().prefills_in_flight == 1
+    assert len(rank.runner._steps) == depth
+    sim.run_stream(Lane.PREFILL, 99)
+    assert not rank.streams[Lane.PREFILL].queue
+    assert rank.streams[Lane.PRIMARY].queue
+    sim.settle()
+    life.check()
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_a_prompt_goes_on_on_the_lane_behind_its_chunks_on_the_other(depth: int) -> None:
+    """O1: red when a batch isn't ordered behind the steps in flight with chunks: it reads what they write (the vector
+    clocks raise, the worker aborts)."""
+    life = Life(Sim(overlap="green", depth=depth))
+    sim, (rank,) = life.sim, life.sim.ranks
+    life.add(6, 7, 0, 1, None, 1)
+    life.add(26, 2, 0, 2, None, 1)
+    sim.step_engine()
+    sim.step_worker()
+    assert [len(plan.chunks) for plan in sim.executor.plans[:2]] == [2, 1]
+    assert sim.executor.lane_steps == {2}
+    sim.run_stream(Lane.PREFILL, 99)
+    assert rank.streams[Lane.PREFILL].queue
+    sim.settle()
+    life.check()
+
+
 @pytest.mark.parametrize("depth", [2, 3])
 def test_the_pages_of_a_late_row_wait_for_its_step(depth: int) -> None:
     """O12: red when a stopped row's pages come back while the row behind the stop is still being computed."""

@@ -128,8 +128,9 @@ class CudaCompute:
 
     # ------------------------------ rows
 
-    def start_row(self, start: RowStart) -> None:
-        self._rows.start(start)
+    def start_row(self, start: RowStart, batch: Batch) -> None:
+        with self._work(batch).current:
+            self._rows.start(start)
 
     def end_rows(self, slots: list[int]) -> None:
         """Nothing to do: `start_row` overwrites all that a slot holds."""

@@ -17,7 +17,8 @@ Int32 = npt.NDArray[np.int32]
 
 
 class DeviceRows:
-    """Tables by slot. Calls enqueue on torch's current stream, the primary lane's."""
+    """Tables by slot. Calls enqueue on torch's current stream: a start on that of the lane that computes the row first,
+    appended pages on the primary lane's."""
 
     def __init__(self, tables: SamplingTables, sampler: Sampler, page_table: torch.Tensor) -> None:
         self._tables = tables
