@@ -104,7 +104,7 @@ class Compute(Protocol):
         Nothing in flight on another lane may use the slot (rule O12)."""
 
     def end_rows(self, slots: list[int]) -> None:
-        """These slots' state is void (they are about to be started again)."""
+        """These slots' state is void (they are about to be started again), pages that wait to be appended included."""
 
     def append_pages(self, slots: Int32, columns: Int32, pages: Int32) -> None:
         """The host's page tables have grown: pages[i] stands in row slots[i] at columns[i], for all later forwards of

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine_core.config import WorkerConfig
+from engine_core.device.appended_pages import AppendedPages
 from engine_core.device.base import Batch, Device, Int32, LaneSizes, Sampled, page_budget
 from engine_core.device.driver import Driver, Watch
 from engine_core.device.fake_driver import HOST, Clocks, FakeTable, RaceDetected, Ticks
@@ -82,8 +83,7 @@ class FakeCompute:
         self._pages = Clocks("page", total_pages)
         self._slots = Clocks("row of slot", max_num_seqs)
         """Its tables (pages, parameters) and its last token."""
-        self._appended: list[int] = []
-        """Slots whose page table has grown since the primary lane's last forward."""
+        self._appended = AppendedPages()
         self._rings = {lane: Clocks(f"ring slot of lane {lane.name}", rings) for lane in Lane}
 
     def start_row(self, start: RowStart, batch: Batch) -> None:
@@ -94,16 +94,15 @@ class FakeCompute:
         self._logprobs[start.slot] = start.sampling.logprobs
 
     def end_rows(self, slots: list[int]) -> None:
-        self._appended = [slot for slot in self._appended if slot not in slots]
+        self._appended.forget(slots)
 
     def append_pages(self, slots: Int32, columns: Int32, pages: Int32) -> None:
-        self._appended += slots.tolist()
+        self._appended.add(slots, columns, pages)
 
     def _apply_pages(self, stream: Any, clock: Ticks) -> None:
-        """What is enqueued next on the primary lane takes along the pages appended since the last time."""
-        if self._appended:
-            self._slots.write(np.array(self._appended, np.int32), stream.thread, clock)
-            self._appended = []
+        for slots, _, _ in self._appended:
+            self._slots.write(slots, stream.thread, clock)
+        self._appended.clear()
 
     def _stream(self, batch: Batch) -> Any:
         if batch.lane is Lane.PREFILL and self._partitions:

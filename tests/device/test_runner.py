@@ -196,6 +196,19 @@ def test_o1_a_prefill_waits_for_tables_that_the_primary_lane_writes(decoding: Ru
     assert rig.aborts == []
 
 
+def test_o12_pages_of_a_row_that_has_left_don_t_come_behind_the_next_one_s_tables(decoding: RunnerRig) -> None:
+    """O12: red (RaceDetected) when pages that no step has taken along are appended to the next row in their slot."""
+    rig = decoding
+    rig.runner.launch(plan(3, starts=[row(1, [3, 4], [4])], chunks=[PrefillChunk(1, 0, 2, True)]))
+    rig.runner.launch(plan(4, pages={1: 5}))
+    rig.table.run_all()
+    rig.runner.collect()
+    starts, chunks = [row(1, IDS, [1, 2])], [PrefillChunk(1, 0, 6, True)]
+    rig.runner.launch(plan(5, starts=starts, decode=[0], chunks=chunks, lane=True))
+    assert first_tokens(rig, 6) == prefill_then_decode(RunnerRig(), IDS, 0)
+    assert rig.aborts == []
+
+
 def test_o1_chunks_without_a_completion_are_behind_the_prefill_s_start(
     decoding: RunnerRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine_core.device.appended_pages import AppendedPages
 from engine_core.device.base import Batch, PromptRows, Sampled
 from engine_core.device.cuda.described import PinnedLogprobs, PinnedPrompt, describe, describe_prompt
 from engine_core.device.cuda.graphs import bucket_of
@@ -124,7 +125,7 @@ class CudaCompute:
         self._mixed_rows = sorted(rows for rows in chunk_sizes if rows)
         self._page_table = page_table
         self._close = close
-        self._appended: list[tuple[Int32, Int32, Int32]] = []
+        self._appended = AppendedPages()
 
     # ------------------------------ rows
 
@@ -133,11 +134,11 @@ class CudaCompute:
             self._rows.start(start)
 
     def end_rows(self, slots: list[int]) -> None:
-        """Nothing to do: `start_row` overwrites all that a slot holds."""
+        """`start_row` overwrites all that a slot holds."""
+        self._appended.forget(slots)
 
     def append_pages(self, slots: Int32, columns: Int32, pages: Int32) -> None:
-        if len(slots):
-            self._appended.append((slots, columns, pages))
+        self._appended.add(slots, columns, pages)
 
     def _stage_pages(self, fields: dict[str, npt.NDArray[Any]], room: int) -> None:
         """Pages appended since the last forward, as flat table targets; the unused rest goes to the scratch row."""
