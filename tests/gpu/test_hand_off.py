@@ -25,8 +25,10 @@ from scripts.gpu_parity import worker_config
 from scripts.serving import TINY
 from tests.gpu.card import (
     DECODE_HOLD_MS,
+    DECODER,
     DECODER_PAGES,
     GUARD_S,
+    VICTIM,
     VICTIM_PAGES,
     Aborted,
     Card,
@@ -209,6 +211,24 @@ def test_o4_a_failed_prefill_leaves_with_its_lane_proven(
     assert prefills[0].error is not None
     assert scene.canary_survived()
     assert tokens == undisturbed.decoder[: len(tokens)]
+    assert scene.aborts == []
+
+
+def test_o1_a_prefill_waits_for_no_decode_step(scene: Scene, undisturbed: Undisturbed) -> None:
+    """O1: red when a batch is ordered behind the decode step in flight, or when its row's tables, written on its own
+    lane, aren't what its forward and its draw read."""
+    tokens = scene.begin()
+    scene.hold(Lane.PRIMARY, DECODE_HOLD_MS)
+    scene.runner.launch(scene.decode())
+    scene.runner.launch(scene.plan(starts=[VICTIM], decode=[DECODER], chunks=[VICTIM], lane=True))
+    step, prefill = scene.runner.pending()
+    driver, deadline = scene.card.device.driver, time.monotonic() + GUARD_S
+    while not driver.event_done(prefill.event):
+        assert time.monotonic() < deadline
+    assert not driver.event_done(step.event), "the prefill was complete behind the decode step only"
+    tokens += [*unpacked(scene.result().tokens), *unpacked(scene.result().tokens)]
+    assert scene.join_victim() == undisturbed.victim
+    assert tokens == undisturbed.decoder
     assert scene.aborts == []
 
 
