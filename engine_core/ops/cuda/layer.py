@@ -137,9 +137,9 @@ class RopeAndStore:
         if (norms is not None) != self._qk_norm:
             raise ValueError("norm weights go with a model that norms queries and keys")
         q_norm, k_norm = norms or (None, None)
-        warps = THREADS // 32
+        of_block = THREADS // (heads.head_dim // 8)
         self._launch(
-            ((heads.total + warps - 1) // warps, tokens, 1),
+            (-(-heads.total // of_block), tokens, 1),
             THREADS,
             [
                 *(address(tensor) for tensor in (qkv, q_norm, k_norm, rope, positions, slots, page_table, kv)),
