@@ -58,7 +58,7 @@ class Card:
     def prefill_buffers(self) -> list[Any]:
         """What a prefill forward writes besides KV."""
         work = self.device.compute._works[1]  # type: ignore[attr-defined]
-        return [work.residual, *work.picked]
+        return [work.residual, work.states, *work.picked]
 
 
 class Scene:

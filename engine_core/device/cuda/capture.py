@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from engine_core.device.cuda.compute import LaneWork, Replay
-from engine_core.device.cuda.forwards import Opened, decode, head, ragged
+from engine_core.device.cuda.forwards import Opened, decode, few_drawn, head, last_layer, ragged
 from engine_core.device.cuda.graphs import Captures, Forward, GraphPool, bucket_of
 from engine_core.device.cuda.product_times import ProductTimes
 from engine_core.device.cuda.tuning import Neighbour, Wanted, keep, tune
@@ -54,8 +54,8 @@ def _wanted(opened: Opened) -> Iterator[Wanted]:
     for weights in opened.decoder.weights():
         yield Wanted(card, primary, weights, decode_rows)
         for work in [opened.primary] if opened.partitions else opened.works:
-            totals = tuple({rows + tokens for rows, tokens in ragged_shapes(opened, work)})
-            yield Wanted(work.multiply, work.stream, weights, totals)
+            totals = {opened.row_buckets[-1], *(rows + tokens for rows, tokens in ragged_shapes(opened, work))}
+            yield Wanted(work.multiply, work.stream, weights, tuple(totals))
     if opened.partitions:
         for partition, work in zip(opened.partitions, opened.prefills, strict=True):
             yield from _split(opened, partition, work, decode_rows)
@@ -71,7 +71,7 @@ def _split(opened: Opened, partition: GreenPartition, work: LaneWork, decode_row
     prefilling = Neighbour(work.multiply, work.stream, every, load_tokens, decodes=False)
     for weights in every:
         yield Wanted(multiply, green, weights, decode_rows, prefilling)
-        yield Wanted(work.multiply, work.stream, weights, tuple(opened.lane_sizes), decoding)
+        yield Wanted(work.multiply, work.stream, weights, tuple({rows[-1], *opened.lane_sizes}), decoding)
 
 
 class Capture:
@@ -98,12 +98,16 @@ class Capture:
         return replay
 
     def ragged(self) -> None:
-        for work, shapes in zip(self._opened.works, self._shapes, strict=True):
-            pool = self._primary if work is self._opened.primary else self._prefill
+        opened, attention, kv = self._opened, self._attention, self._kv
+        for work, shapes in zip(opened.works, self._shapes, strict=True):
+            pool = self._primary if work is opened.primary else self._prefill
+            drawing = attention if work is opened.primary else opened.attention(work.multiply.sms)
             for rows, tokens in shapes:
                 with _cuda.stream(work.stream):
                     work.prefill.plan([0], [tokens], [np.zeros(-(-tokens // PAGE), np.int32)], bucket=tokens)
-                forward = ragged(self._opened, work, rows, tokens, self._attention, self._kv)
+                if few_drawn(opened, tokens):
+                    work.last_layer[rows, tokens] = last_layer(opened, work, rows, tokens, attention, kv)
+                forward = ragged(opened, work, rows, tokens, attention, drawing, kv)
                 work.ragged[rows, tokens] = self._replay(
                     pool, work.stream, forward, f"{tokens} tokens behind {rows} rows"
                 )

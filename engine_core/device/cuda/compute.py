@@ -67,13 +67,17 @@ class LaneWork:
     prefill: PagedPrefill
     multiply: LaneMatmul
     residual: torch.Tensor
-    """bf16 [most tokens, H]: the last ragged forward's final rows."""
+    """bf16 [most tokens, H]: what the last ragged forward left of its tokens (`forwards.ragged`)."""
+    states: torch.Tensor
+    """bf16 [rows, H]: its final states of the tokens that are drawn from; on the primary lane the head's input."""
     picked: list[torch.Tensor]
     """bf16 [rows, H] by ring slot: the rows that sample when the batch joins."""
     tokens: list[torch.Tensor]
     """Pinned int32 [rows] by ring slot."""
     ragged: dict[tuple[int, int], Replay] = field(default_factory=dict)
     """By bucket of decode rows (0: none) and bucket of chunks' tokens."""
+    last_layer: dict[tuple[int, int], Replay] = field(default_factory=dict)
+    """Of those that compute it for the tokens alone that are drawn from: what makes it up for all, eagerly."""
     logprobs: dict[int, PinnedLogprobs | None] = field(default_factory=dict)
     prompts: dict[int, list[PinnedPrompt]] = field(default_factory=dict)
 
@@ -199,7 +203,10 @@ class CudaCompute:
             pages = list(batch.page_tables[batch.slots[decode:]])
             lane.prefill.plan(starts, lengths, pages, ring, bucket=tokens)
             lane.staging.replay(lane.ragged[rows, tokens], tokens=True)
-            self._pick(lane, batch, ring)
+            if batch.lane is not Lane.PRIMARY:
+                lane.picked[ring].copy_(lane.states)
+            if batch.prompt_logprobs and (rows, tokens) in lane.last_layer:
+                lane.last_layer[rows, tokens]()
             lane.prompts[ring] = [
                 self._describe_prompt(lane, int(ends[rows.row - decode] - batch.lengths[rows.row]), rows)
                 for rows in batch.prompt_logprobs
@@ -221,17 +228,9 @@ class CudaCompute:
         picks = fields["picks"]
         picks[:decode], picks[decode : decode + len(sampled)] = np.arange(decode), ends[sampled] - 1
         picks[decode + len(sampled) :] = 0
+        self._stage_samples(fields, batch, len(fields["sample_slots"]))
         if batch.lane is Lane.PRIMARY:
             self._stage_pages(fields, len(fields["pages"]))
-            self._stage_samples(fields, batch, bucket_of(self._row_buckets, max(1, len(batch.sample_rows))))
-
-    def _pick(self, lane: LaneWork, batch: Batch, ring: int) -> None:
-        """Rows that sample become the head's input now, or are kept until the batch joins the primary lane."""
-        if batch.lane is Lane.PRIMARY:
-            target = self._heads.rows[: bucket_of(self._row_buckets, max(1, len(batch.sample_rows)))]
-        else:
-            target = lane.picked[ring]
-        torch.index_select(lane.residual, 0, lane.staging.on_device["picks"][: len(target)], out=target)
 
     def _describe_prompt(self, lane: LaneWork, first: int, rows: PromptRows) -> PinnedPrompt:
         logits = partial(self._decoder.logits, multiply=lane.multiply)

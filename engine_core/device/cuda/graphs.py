@@ -66,13 +66,14 @@ class Forward:
     run: Callable[[int], None]
     """Over so many of the first layers."""
     layers: int
+    rehearsed: int = 1
+    """How many launch every kernel that all of them do."""
 
     def __call__(self) -> None:
         self.run(self.layers)
 
     def rehearse(self) -> None:
-        """One layer launches every kernel that all of them do."""
-        self.run(1)
+        self.run(min(self.rehearsed, self.layers))
 
 
 class _Replay(functools.partial[None]):

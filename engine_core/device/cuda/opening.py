@@ -246,6 +246,7 @@ def _work(opened: Opened, target: LaneStream, sms: int, width: int) -> LaneWork:
             prefill=prefill,
             multiply=opened.multiply(sms),
             residual=torch.zeros(opened.most_tokens, hidden, dtype=torch.bfloat16, device=device),
+            states=opened.heads.rows if primary else torch.zeros_like(opened.heads.rows),
             picked=[torch.zeros(rows, hidden, dtype=torch.bfloat16, device=device) for _ in range(rings)],
             tokens=[torch.zeros(rows, dtype=torch.int32, pin_memory=True) for _ in range(rings)],
         )
@@ -259,7 +260,7 @@ def _work(opened: Opened, target: LaneStream, sms: int, width: int) -> LaneWork:
 def _kv_cache(opened: Opened, progress: Progress) -> tuple[int, torch.Tensor]:
     """(max_model_len, KV [layers, pages, 2, page, kv heads, D]), sized after every lane ran its largest chunk (O3).
 
-    Through one layer: the next reuse its memory.
+    Through one layer or two: the next reuse their memory.
     """
     config, model, shape = opened.config, opened.model, opened.shape
     page_shape = (2, config.page_size, shape.kv, shape.head_dim)
@@ -272,7 +273,7 @@ def _kv_cache(opened: Opened, progress: Progress) -> tuple[int, torch.Tensor]:
     for work in opened.works:
         rows = max(opened.chunk_sizes) if work is opened.primary else 0
         with _cuda.stream(work.stream):
-            ragged(opened, work, rows, opened.most_chunk_tokens, attention, small).rehearse()
+            ragged(opened, work, rows, opened.most_chunk_tokens, attention, attention, small).rehearse()
         work.stream.synchronize()
     with _cuda.stream(opened.primary.stream):
         head(opened, opened.row_buckets[-1])()

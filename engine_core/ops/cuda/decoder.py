@@ -38,6 +38,20 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True)
+class Drawn:
+    """The tokens of a forward whose final states are asked for: P of T."""
+
+    tokens: Tensor
+    """int64 [P]: their places."""
+    plan: Callable[[], None]
+    """What `attend` needs to have been launched, with others behind it."""
+    attend: Attend
+    """For these tokens' rows alone; what it leaves unwritten of `out` stays zero."""
+    states: Tensor
+    """bf16 [P, H]: where they go."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Few:
     """A layer's products for up to FEW_ROWS rows, with what surrounds them."""
 
@@ -145,23 +159,30 @@ class CudaDecoder:
         multiply: Multiply,
         *,
         fused: bool,
-        depth: int,
+        span: range,
+        drawn: Drawn | None = None,
     ) -> None:
-        """Run the first `depth` layers over `residual` [T, H] in place; tokens of slot -1 write no KV.
+        """Run the layers in `span` over `residual` [T, H] in place; tokens of slot -1 write no KV.
 
         slots, positions: int32 [T]; kv: [layers, pages, 2, page_size, kv heads, D]. `fused` allows the path for few
-        rows.
+        rows. With `drawn` the last of the layers goes no further than its KV but for those tokens, and `residual` is
+        left as it came to that layer.
         """
-        layers = self._layers[:depth]
+        layers = [self._layers[index] for index in span]
         if fused and residual.shape[0] <= FEW_ROWS:
-            for index, layer in enumerate(layers):
+            for index, layer in zip(span, layers, strict=True):
                 self._few_rows(layer, residual, slots, positions, kv[index], attend)
             return
         hidden = torch.empty_like(residual)
         self._add_norm(None, residual, layers[0].input_norm, hidden)
         following = [layer.input_norm for layer in layers[1:]] + [self._final_norm]
-        for index, (layer, norm) in enumerate(zip(layers, following, strict=True)):
-            self._many_rows(layer, norm, hidden, residual, slots, positions, kv[index], attend, multiply)
+        whole = len(layers) if drawn is None else len(layers) - 1
+        for index, layer, norm in zip(span[:whole], layers, following, strict=False):
+            qkv = multiply(hidden, layer.qkv, layer.qkv_bias)
+            attended = self._attention(layer, qkv, slots, positions, kv[index], attend)
+            self._behind_attention(layer, norm, attended, hidden, residual, multiply)
+        if drawn is not None:
+            self._drawn_rows(layers[-1], hidden, residual, slots, positions, kv[span[-1]], drawn, multiply)
 
     def _few_rows(
         self, layer: _Layer, residual: Tensor, slots: Tensor, positions: Tensor, kv: Tensor, attend: Attend
@@ -175,21 +196,34 @@ class CudaDecoder:
         layer.few.gate_up(residual, gated)
         layer.few.down(gated, residual, residual)
 
-    def _many_rows(
+    def _drawn_rows(
         self,
         layer: _Layer,
-        norm: Tensor,
         hidden: Tensor,
         residual: Tensor,
         slots: Tensor,
         positions: Tensor,
         kv: Tensor,
-        attend: Attend,
+        drawn: Drawn,
         multiply: Multiply,
     ) -> None:
-        """`hidden` holds the layer's normed input, and afterwards the next one's."""
-        qkv = multiply(hidden, layer.qkv, layer.qkv_bias)
-        attended = self._attention(layer, qkv, slots, positions, kv, attend)
+        """A last layer: KV of all tokens, and all else for those that are drawn from."""
+        drawn.plan()
+        by_head = multiply(hidden, layer.qkv, layer.qkv_bias).view(hidden.shape[0], self._heads.total, -1)
+        self._rope_and_store(by_head, layer.norms, self._rope, positions, slots, self._page_table, kv)
+        # Between the KV write and the attention, which may begin to read before its predecessor has ended.
+        queries = by_head.index_select(0, drawn.tokens)
+        torch.index_select(residual, 0, drawn.tokens, out=drawn.states)
+        attended = queries.new_zeros(queries.shape[0], self._heads.query, self._heads.head_dim)
+        drawn.attend(queries, kv, attended)
+        rows = attended.view(attended.shape[0], -1)
+        states = torch.empty_like(drawn.states)
+        self._behind_attention(layer, self._final_norm, rows, states, drawn.states, multiply)
+
+    def _behind_attention(
+        self, layer: _Layer, norm: Tensor, attended: Tensor, hidden: Tensor, residual: Tensor, multiply: Multiply
+    ) -> None:
+        """The rest of a layer; `hidden` then holds the next one's normed input."""
         self._add_norm(multiply(attended, layer.out), residual, layer.post_norm, hidden)
         gated = residual.new_empty(residual.shape[0], self._config.intermediate_size)
         self._silu_mul(multiply(hidden, layer.gate_up), gated)

@@ -69,7 +69,7 @@ class LaneMatmul:
     def __init__(self, library: CublasLt, choices: Choices, sms: int) -> None:
         self._library = library
         self._choices = choices
-        self._sms = sms
+        self.sms = sms
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, wide: bool = False) -> Tensor:
         product = self.product(x.shape[0], weight, wide=wide, biased=bias is not None)
@@ -78,7 +78,7 @@ class LaneMatmul:
 
     def product(self, rows: int, weight: Tensor, *, wide: bool, biased: bool) -> Product:
         outputs, inputs = weight.shape
-        return Product(rows, outputs, inputs, self._sms, wide, biased)
+        return Product(rows, outputs, inputs, self.sms, wide, biased)
 
     def unmeasured(self, product: Product) -> Problem | None:
         """What there is to choose from, if nothing was chosen yet."""
