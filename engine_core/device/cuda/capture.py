@@ -69,6 +69,7 @@ def _split(opened: Opened, partition: GreenPartition, work: LaneWork, decode_row
     load_tokens = bucket_of(opened.lane_sizes, min(PREFILL_LOAD_TOKENS, opened.lane_sizes[-1]))
     decoding = Neighbour(multiply, green, every, load_rows, decodes=True)
     prefilling = Neighbour(work.multiply, work.stream, every, load_tokens, decodes=False)
+    yield Wanted(multiply, green, opened.decoder.head_weights(), decode_rows, prefilling)
     for weights in every:
         yield Wanted(multiply, green, weights, decode_rows, prefilling)
         yield Wanted(work.multiply, work.stream, weights, tuple({rows[-1], *opened.lane_sizes}), decoding)
@@ -85,7 +86,7 @@ class Capture:
         self._primary, self._prefill = GraphPool(), GraphPool()
         self._attention = opened.attention(opened.sms)
         self._shapes = [sorted(ragged_shapes(opened, work), key=sum, reverse=True) for work in opened.works]
-        self._total = len(opened.row_buckets) * (2 + len(opened.partitions)) + sum(map(len, self._shapes))
+        self._total = 2 * len(opened.row_buckets) * (1 + len(opened.partitions)) + sum(map(len, self._shapes))
         self._done = 0
 
     def _replay(
@@ -131,6 +132,17 @@ class Capture:
         }
 
     def heads(self) -> None:
-        opened, stream = self._opened, self._opened.primary.stream
-        for rows in reversed(opened.row_buckets):
-            opened.heads.graphs[rows] = self._replay(self._primary, stream, head(opened, rows), f"{rows} draws")
+        """By partition, as `decode`: draws of the whole card would wait for thread blocks of the prefill."""
+        opened = self._opened
+        lone = self._heads(opened.primary.stream, opened.sms)
+        opened.heads.graphs |= {None: lone, 0: lone}
+        for index, partition in enumerate(opened.partitions):
+            green = _cuda.ExternalStream(int(partition.decode.stream))
+            opened.heads.graphs[index] = self._heads(green, partition.decode_sms, bound=True)
+
+    def _heads(self, stream: Any, sms: int, *, bound: bool = False) -> dict[int, Replay]:
+        opened, multiply = self._opened, self._opened.multiply(sms)
+        return {
+            rows: self._replay(self._primary, stream, head(opened, rows, multiply), f"{rows} draws", bound=bound)
+            for rows in reversed(opened.row_buckets)
+        }

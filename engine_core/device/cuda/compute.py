@@ -2,7 +2,8 @@
 
 Owns the graphs, their inputs and outputs, and which graph a batch takes: decode rows alone replay a decode graph of the
 partition in force; anything with chunks replays a ragged graph of its lane, behind FlashInfer's plan; drawing replays a
-head graph on the primary lane. Orders nothing between lanes: the runner does.
+head graph on the primary lane, of the partition in force, or of the whole card for a batch that joins. Orders nothing
+between lanes: the runner does.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ class Heads:
     """bf16 [rows, H]: what is turned into logits."""
     tokens: torch.Tensor
     """int32 [rows]."""
-    graphs: dict[int, Replay] = field(default_factory=dict)
+    graphs: dict[int | None, dict[int, Replay]] = field(default_factory=dict)
+    """By partition, as decode graphs are, and bucket of rows."""
 
 
 class CudaCompute:
@@ -252,7 +254,8 @@ class CudaCompute:
         if (tops >= 0).any():
             lane.logprobs[ring] = self._draw_described(bucket, tops)
         else:
-            self._heads.graphs[bucket]()
+            in_force = batch.partition if batch.lane is Lane.PRIMARY else None
+            self._heads.graphs[in_force][bucket]()
         lane.tokens[ring][:count].copy_(self._heads.tokens[:count], non_blocking=True)
 
     def _take_picked(self, batch: Batch, picked: torch.Tensor, bucket: int) -> None:

@@ -194,14 +194,13 @@ def decode(opened: Opened, bucket: int, attention: DecodeAttention, multiply: Mu
     return Forward(run, opened.model.num_layers)
 
 
-def head(opened: Opened, bucket: int) -> Callable[[], None]:
+def head(opened: Opened, bucket: int, multiply: Multiply) -> Callable[[], None]:
     """Logits of the head's rows and a draw for each."""
-    primary = opened.primary
-    staged = primary.staging.on_device
+    staged = opened.primary.staging.on_device
     slots, positions = staged["sample_slots"][:bucket], staged["sample_positions"][:bucket]
 
     def run() -> None:
-        logits = opened.decoder.logits(opened.heads.rows[:bucket], primary.multiply)
+        logits = opened.decoder.logits(opened.heads.rows[:bucket], multiply)
         opened.sampler(logits, slots, positions, opened.heads.tokens[:bucket])
 
     return run

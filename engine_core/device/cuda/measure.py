@@ -76,12 +76,13 @@ class _Meter:
                 work.staging.send(tokens=True)
             work.stream.synchronize()
 
-    def _step(self, forward: Replay, rows: int) -> Callable[[], None]:
+    def _step(self, forward: Replay, rows: int, partition: int | None = None) -> Callable[[], None]:
         """A forward and the drawing behind it."""
+        draw = self._heads.graphs[partition][rows]
 
         def run() -> None:
             forward()
-            self._heads.graphs[rows]()
+            draw()
 
         return run
 
@@ -119,7 +120,7 @@ class _Meter:
             return 1e3 * max(1, self._us(step) - without_us) / tokens
 
     def _decode_step(self, partition: int | None, rows: int) -> Callable[[], None]:
-        return self._step(self._decoding[partition][rows], rows)
+        return self._step(self._decoding[partition][rows], rows, partition)
 
     def partition(self, index: int) -> PartitionTimes:
         """What decode and prefill take side by side, with that partition in force."""

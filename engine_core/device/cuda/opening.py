@@ -276,7 +276,7 @@ def _kv_cache(opened: Opened, progress: Progress) -> tuple[int, torch.Tensor]:
             ragged(opened, work, rows, opened.most_chunk_tokens, attention, attention, small).rehearse()
         work.stream.synchronize()
     with _cuda.stream(opened.primary.stream):
-        head(opened, opened.row_buckets[-1])()
+        head(opened, opened.row_buckets[-1], opened.primary.multiply)()
     _cuda.synchronize()
     activations = _cuda.max_memory_allocated() - before
     del small
