@@ -203,7 +203,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--check-checkpoint", action="store_true", help="as --check-flags, and the headers of its weights")
     watcher = out.add_argument_group("for whoever starts and watches it")
     watcher.add_argument("--ready-fd", type=int, metavar="FD", help="gets one JSON line once the engine serves")
-    watcher.add_argument("--alive-fd", type=int, metavar="FD", help="gets a byte a second while the process is alive")
+    watcher.add_argument("--alive-fd", type=int, metavar="FD", help="gets the time of a monotonic clock every second")
     watcher.add_argument("--parent-pid", type=int, metavar="PID", help="process without which this one must not live")
     return out
 

@@ -141,7 +141,7 @@ def _add(out: argparse.ArgumentParser, flag: str, default: object, kind: type | 
 
 def _add_for_supervisors(out: argparse._ArgumentGroup) -> None:
     out.add_argument("--ready-fd", type=int, metavar="FD", help="gets one JSON line once requests are served")
-    out.add_argument("--alive-fd", type=int, metavar="FD", help="gets a byte a second while the process is alive")
+    out.add_argument("--alive-fd", type=int, metavar="FD", help="gets the time of a monotonic clock every second")
     out.add_argument("--parent-pid", type=int, metavar="PID", help="process without which this one must not live")
     out.add_argument("--engine-restarts", action="store_true", help="a lost engine core is started again by somebody")
     out.add_argument(

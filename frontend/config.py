@@ -33,7 +33,7 @@ class Supervision:
     ready_fd: int | None = None
     """Gets one JSON line once requests are served."""
     alive_fd: int | None = None
-    """Gets a byte a second while the process is alive."""
+    """Gets the monotonic clock's time, a float64, every second while the process is alive."""
     engine_restarts: bool = False
     """A lost engine core is started again."""
     place: Place = Place()

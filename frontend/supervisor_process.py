@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import signal
+import struct
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ from frontend.supervisor import (
 MAX_READY_BYTES = 64 << 10
 LATE_S = 1.0
 """A timer that fires this late tells that the supervisor itself stood still."""
+LIFE = struct.Struct("<d")
+"""A sign of life: when it was given, by the monotonic clock, which all processes of a machine share."""
 
 Ready = Mapping[str, Any]
 """The JSON object that a process writes once it serves: its addresses, by kind."""
@@ -128,7 +131,8 @@ class Hands:
         running = _Running(process, os.pidfd_open(process.pid), ready, alive)
         self._running[name] = running
         loop = asyncio.get_running_loop()
-        for fd, heard in ((ready, self._hear), (alive, self._hear_life), (running.pidfd, self._reap)):
+        os.set_blocking(alive, False)
+        for fd, heard in ((ready, self._hear), (running.pidfd, self._reap)):
             os.set_blocking(fd, False)
             loop.add_reader(fd, heard, name, running)
 
@@ -165,15 +169,20 @@ class Hands:
                 self._watch(name, running)
                 self._carry_out(self._supervisor.ready(name, asyncio.get_running_loop().time()))
 
-    def _hear_life(self, name: str, running: _Running) -> None:
-        """Bytes of the alive pipe, one a second; its end tells nothing that the pidfd doesn't."""
-        if os.read(running.alive_fd, 65536):
-            running.heard = asyncio.get_running_loop().time()
-        else:
-            asyncio.get_running_loop().remove_reader(running.alive_fd)
+    def _hear_life(self, running: _Running) -> None:
+        """Take in the signs of life that wait in the alive pipe.
+
+        Each says when it was given, so that none needs a wake-up of this process: it looks when the bound has passed.
+        """
+        with contextlib.suppress(BlockingIOError):
+            signs = os.read(running.alive_fd, 65536)
+            if len(signs) >= LIFE.size:
+                (given,) = LIFE.unpack(signs[-LIFE.size :])
+                running.heard = max(running.heard, given)
 
     def _watch(self, name: str, running: _Running) -> None:
         """From now on, report silence once it has lasted for the bound."""
+        self._hear_life(running)  # of a long start they might have filled the pipe, and later ones have no room
         running.heard = asyncio.get_running_loop().time()
         self._expect_life(name, running)
 
@@ -183,6 +192,7 @@ class Hands:
 
     def _judge(self, name: str, running: _Running, due: float) -> None:
         """The bound has passed since what was known to be the latest sign of life."""
+        self._hear_life(running)
         now = asyncio.get_running_loop().time()
         if now - due > LATE_S:
             running.heard = now
@@ -208,7 +218,6 @@ class Hands:
 
     def _release(self, running: _Running) -> None:
         self._close_ready(running)
-        asyncio.get_running_loop().remove_reader(running.alive_fd)
         os.close(running.alive_fd)
         os.close(running.pidfd)
         if running.silence is not None:

@@ -7,23 +7,26 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import pytest
 
+import engine_core.main
+import frontend.process
 from frontend.supervisor import MAX_RESTARTS, Finish, Supervisor
-from frontend.supervisor_process import Command, Hands, Ready
+from frontend.supervisor_process import LIFE, Command, Hands, Ready
 
 CORE, ONE = "engine core", "frontend 1"
 GUARD_S = 60.0
 
 SERVES = """
-import json, os, signal, sys
+import json, os, signal, struct, sys, time
 fd = int(sys.argv[sys.argv.index("--ready-fd") + 1])
 alive = int(sys.argv[sys.argv.index("--alive-fd") + 1])
 signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-signal.signal(signal.SIGALRM, lambda *_: os.write(alive, b"."))
+signal.signal(signal.SIGALRM, lambda *_: os.write(alive, struct.pack("<d", time.monotonic())))
 signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
 os.write(fd, json.dumps({"grpc": sys.argv[1], "argv": sys.argv[1:]}).encode() + b"\\n")
 os.close(fd)
@@ -128,6 +131,43 @@ async def test_a_frozen_process_is_killed_and_replaced() -> None:
     assert (await run()).status == 0
     assert any("showed no sign of life" in text for text in run.said)
     assert gone(run.pids[CORE])
+
+
+async def test_silence_is_counted_from_the_latest_sign_of_life() -> None:
+    """Red if a sign counts from when it is looked for, not from when it was given: the bound would be twice as long."""
+    bound = 4.0
+    frozen_at: list[float] = []
+
+    def freeze(run: Run) -> None:
+        frozen_at.append(time.monotonic())
+        os.kill(run.pids[CORE], signal.SIGSTOP)
+
+    def freeze_soon(run: Run) -> None:
+        asyncio.get_running_loop().call_later(bound / 2, freeze, run)
+
+    def note(run: Run, text: str) -> None:
+        if "showed no sign of life" in text:
+            frozen_at.append(time.monotonic())
+            run.stop()
+
+    await Run({CORE: SERVES, ONE: SERVES}, freeze_soon, note, silence_bound=bound)()
+    since, until = frozen_at
+    assert until - since < 1.4 * bound
+
+
+@pytest.mark.parametrize("show_life", [frontend.process.show_life, engine_core.main.show_life])
+async def test_processes_give_signs_that_are_understood(
+    show_life: Callable[[int, asyncio.AbstractEventLoop], None],
+) -> None:
+    """Red if a process writes another sign than the supervisor reads, which would kill it again and again."""
+    reading, writing = os.pipe()
+    before = time.monotonic()
+    show_life(writing, asyncio.get_running_loop())
+    (given,) = LIFE.unpack(os.read(reading, 65536))
+    assert before <= given <= time.monotonic()
+    os.close(reading)
+    await asyncio.sleep(1.5)  # the next one finds nobody who listens
+    os.close(writing)
 
 
 async def test_signs_of_life_are_heard() -> None:
