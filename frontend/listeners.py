@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import socket
 import ssl
 import sys
+import time
 from collections.abc import Iterator, Sequence
+from email.utils import formatdate
 from typing import Any
 
 import grpc
@@ -178,6 +181,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._head_timer.cancel()
             self._head_timer = None
         self._declared = any(name == b"content-length" for name, _ in self.headers)
+        self.server_state.default_headers = _date(int(time.time()))
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -199,6 +203,12 @@ class HttpProtocol(HttpToolsProtocol):
         self.transport.close()
 
 
+@functools.lru_cache(maxsize=1)
+def _date(second: int) -> list[tuple[bytes, bytes]]:
+    """The Date header of answers begun in that second since the epoch."""
+    return [(b"date", formatdate(second, usegmt=True).encode())]
+
+
 class HttpListener(uvicorn.Server):
     """uvicorn on a bound socket. Signals belong to the process, not to one of its servers."""
 
@@ -214,6 +224,7 @@ class HttpListener(uvicorn.Server):
             access_log=False,
             proxy_headers=False,
             server_header=False,
+            date_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=STOP_S + CUT_S,
         )
@@ -240,11 +251,8 @@ class HttpListener(uvicorn.Server):
         return HttpProtocol(self.config, self.server_state, self.lifespan.state)
 
     async def main_loop(self) -> None:
-        """Wake up once a second, for the Date header, where uvicorn does ten times: an idle server should sleep."""
-        while not await self.on_tick(0):
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(1.0):
-                    await self._stopping.wait()
+        """Sleep until `stop`, where uvicorn wakes up ten times a second, for the Date header: requests see to it."""
+        await self._stopping.wait()
 
     def start(self) -> asyncio.Task[None]:
         """Serve from now on; the task ends when the server has stopped."""
