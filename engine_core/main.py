@@ -117,7 +117,6 @@ class EngineProcess:
         await server.start()
         for number in (signal.SIGINT, signal.SIGTERM):
             self._loop.add_signal_handler(number, self._signalled)
-        self._spawn(self._service.tick())
         if alive_fd is not None:
             os.set_blocking(alive_fd, False)
             show_life(alive_fd, self._loop)

@@ -36,7 +36,6 @@ ENGINE_SERVICE = pb.DESCRIPTOR.services_by_name["Engine"].full_name
 MAX_SESSIONS = 64
 MAX_WATCHES = 16
 """Readers of the prefix cache's changes at a time: each costs a little at every change."""
-TICK_S = 0.5
 SETTLE_POLL_S = 0.01
 DRAIN_CAP_S = 30.0
 """Of a Drain call that names none."""
@@ -120,6 +119,25 @@ class _Stream:
         self.session = session
         self.changed = asyncio.Event()
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._alarm: asyncio.TimerHandle | None = None
+        self._alarm_at = 0.0
+
+    def wake_by(self, due: float, now: float) -> None:
+        """Have `changed` be set by then. An alarm that would come earlier stays: a busy session sets few."""
+        if self._alarm is not None:
+            if self._alarm_at <= due:
+                return
+            self._alarm.cancel()
+        self._alarm_at = due
+        self._alarm = asyncio.get_running_loop().call_later(max(0.0, due - now), self._ring)
+
+    def _ring(self) -> None:
+        self._alarm = None
+        self.changed.set()
+
+    def close(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
 
     def end(self, reason: SessionBroken) -> None:
         """Have the session end with this status; the first reason stays."""
@@ -218,17 +236,6 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         for stream in self._streams.values():
             stream.end(SessionBroken(StatusCode.UNAVAILABLE, message))
 
-    async def tick(self) -> None:
-        """Forever: have silent sessions send heartbeats, end those whose hello doesn't come."""
-        while True:
-            await asyncio.sleep(TICK_S)
-            now = self._clock()
-            for stream in self._streams.values():
-                if stream.session.silent(now):
-                    stream.changed.set()
-                elif stream.session.speechless(now):
-                    stream.end(SessionBroken(StatusCode.INVALID_ARGUMENT, "no hello came"))
-
     # -------------------------- Session
 
     @_statuses
@@ -239,6 +246,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             await self._converse(stream, request_iterator, context)
         finally:
             del self._streams[session.number]
+            stream.close()
             self._rejected += session.rejected
             self._core.submit([session.close()])
             if self._spans is not None:
@@ -299,12 +307,17 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             await self._core.room()
 
     async def _write(self, stream: _Stream, context: Context) -> None:
-        """One write outstanding; what comes meanwhile merges into the next. Returns when the client has gone."""
+        """One write outstanding; what comes meanwhile merges into the next. Returns when the client has gone.
+
+        Raises SessionBroken when its hello doesn't come.
+        """
         session = stream.session
         while True:
-            message = session.take(self._clock())
+            now = self._clock()
+            message = session.take(now)
             if message is None:
                 stream.changed.clear()
+                stream.wake_by(session.due(now), now)
                 await stream.changed.wait()
             else:
                 try:

@@ -46,7 +46,8 @@ MAX_UNACKED_BYTES = 8 << 20
 MAX_CLIENT_NAME_BYTES = 128
 MAX_DEADLINE_S = 1e9
 HEARTBEAT_S = 1.0
-"""Silence after which an empty message tells the frontend that the core lives."""
+"""Silence after which an empty message tells the frontend that the core lives, unless it asks for another one."""
+MIN_HEARTBEAT_S, MAX_HEARTBEAT_S = 0.1, 60.0
 HELLO_S = 10.0
 """How long a client may hold a session's place without saying hello."""
 
@@ -100,6 +101,7 @@ class Session:
         self._writing = False
         self._opened = now
         self._last_write = now
+        self._heartbeat_s = HEARTBEAT_S
 
     # -------------------------- from the client
 
@@ -132,6 +134,13 @@ class Session:
             )
         if len(message.hello.client_name.encode()) > MAX_CLIENT_NAME_BYTES:
             raise _violation(f"client_name has more than {MAX_CLIENT_NAME_BYTES} bytes")
+        if message.hello.HasField("heartbeat_s"):
+            wanted = message.hello.heartbeat_s
+            if not MIN_HEARTBEAT_S <= wanted <= MAX_HEARTBEAT_S:
+                raise _violation(
+                    f"heartbeat_s is {wanted!r}; it must be from {MIN_HEARTBEAT_S:g} to {MAX_HEARTBEAT_S:g}"
+                )
+            self._heartbeat_s = wanted
         self.client_name = message.hello.client_name
         self._greeted = True
         self._welcome_due = True
@@ -227,7 +236,7 @@ class Session:
             self._welcome_due = False
             return pb.SessionResponse(welcome=pb.Welcome(protocol_version=PROTOCOL_VERSION, info=self._info))
         output = self._next_output()
-        if output is None and self._state_due is None and now - self._last_write < HEARTBEAT_S:
+        if output is None and self._state_due is None and now < self._last_write + self._heartbeat_s:
             return None
         message = pb.SessionResponse(output=output)
         if self._state_due is not None:
@@ -253,13 +262,16 @@ class Session:
         self._writing = False
         self._last_write = now
 
-    def silent(self, now: float) -> bool:
-        """Whether a heartbeat is due."""
-        return self._greeted and not self._writing and now - self._last_write >= HEARTBEAT_S
+    def due(self, now: float) -> float:
+        """When to call `take` again if nothing happens before: a heartbeat is due then.
 
-    def speechless(self, now: float) -> bool:
-        """Whether the client has kept its place for long without a hello."""
-        return not self._greeted and now - self._opened >= HELLO_S
+        Raises SessionBroken for a client that has kept its place for long without a hello.
+        """
+        if self._greeted:
+            return self._last_write + self._heartbeat_s
+        if now - self._opened >= HELLO_S:
+            raise _violation("no hello came")
+        return self._opened + HELLO_S
 
     @property
     def settled(self) -> bool:

@@ -23,7 +23,7 @@ from access.policy import AccessError
 from frontend.clock import Clock, SystemClock
 from frontend.engine_calls import EngineCalls, Metadata
 from frontend.request import ApiError, Code, TextRequest
-from frontend.session import ADD_TURNS, PROTOCOL_VERSION, Session
+from frontend.session import ADD_TURNS, Session, hello
 from frontend.streams import RequestStream, Sequence
 from frontend.wire import ProtocolViolation, build_add
 
@@ -256,8 +256,7 @@ class EngineClient:
 
     async def _converse(self, call: Any) -> None:
         """Greet, then read for ever, with the writer beside."""
-        hello = pb.Hello(protocol_version=PROTOCOL_VERSION, client_name=self._client_name)
-        await _write(call, pb.SessionRequest(hello=hello))
+        await _write(call, hello(self._client_name, self._engine_timeout))
         first = await self._read(call)
         if not first.HasField("welcome"):
             raise ProtocolViolation("the engine core's first message is no welcome")
@@ -326,7 +325,7 @@ class EngineClient:
                     await asyncio.sleep(0)
 
     async def _watch(self) -> None:
-        """Raise SessionLost after `engine_timeout` of silence; the core sends a heartbeat every second."""
+        """Raise SessionLost after `engine_timeout` of silence: the core was asked for two heartbeats within it."""
         while True:
             due = self._heard + self._engine_timeout
             if self._clock.now() >= due:

@@ -125,10 +125,8 @@ async def engine_rig(folder: Path) -> AsyncIterator[Rig]:
     server = build_server(service, health)
     address = bind(server, f"unix:{folder}/grpc.sock")
     await server.start()
-    tick = asyncio.create_task(service.tick())
     async with grpc.aio.insecure_channel(address, options=OPTIONS) as channel:
         yield Rig(core, service, channel)
-    tick.cancel()
     await server.stop(0)
 
 

@@ -52,9 +52,23 @@ async def test_greets_and_learns_what_is_served(client: EngineClient, engine: Sc
     """Red if the client skips hello or doesn't keep the welcome's info."""
     session = await engine.session()
     await session.until(lambda: session.hello is not None)
-    assert session.hello == pb.Hello(protocol_version=1, client_name="front")
+    assert session.hello == pb.Hello(protocol_version=1, client_name="front", heartbeat_s=2.0)
     assert client.info == engine.info
     assert client.state is ClientState.SERVING
+
+
+@pytest.mark.parametrize(("patience", "wanted"), [(0.5, 0.2), (5.0, 2.0), (600.0, 2.0)])
+async def test_asks_for_heartbeats_that_its_patience_outlasts(
+    folder: Path, engine: ScriptedEngine, patience: float, wanted: float
+) -> None:
+    """Red if an idle engine core isn't heard at least twice before it counts as frozen, or is only seldom."""
+    client = EngineClient(f"unix:{folder / 'engine'}", engine_timeout=patience)
+    await client.start()
+    session = await engine.session()
+    await session.until(lambda: session.hello is not None)
+    assert session.hello is not None
+    assert session.hello.heartbeat_s == pytest.approx(wanted)
+    await client.close()
 
 
 async def test_requests_of_one_turn_share_a_message(client: EngineClient, engine: ScriptedEngine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -162,10 +163,18 @@ async def test_a_client_that_reads_nothing_is_cut_off(serving: Rig) -> None:
 
 
 async def test_a_silent_session_hears_heartbeats(serving: Rig) -> None:
-    """Red when an idle core can't be told from a frozen one."""
-    call = await serving.open()
-    assert await guarded(call.read()) == pb.SessionResponse()
-    assert await guarded(call.read()) == pb.SessionResponse()
+    """Red when an idle core can't be told from a frozen one, or a busy while before makes its heartbeats late."""
+    call = serving.engine.Session()
+    hello = pb.Hello(protocol_version=1, heartbeat_s=0.2)
+    await call.write(pb.SessionRequest(hello=hello))
+    assert (await guarded(call.read())).HasField("welcome")
+    await asyncio.sleep(0.1)
+    serving.service.deliver([Output(1, 1, accepted=[1])])
+    assert (await guarded(call.read())).HasField("output")
+    began = time.monotonic()
+    for _ in range(5):
+        assert await guarded(call.read()) == pb.SessionResponse()
+    assert time.monotonic() - began > 0.9
 
 
 async def test_the_number_of_sessions_is_bounded(serving: Rig) -> None:

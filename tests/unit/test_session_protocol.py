@@ -19,7 +19,7 @@ from engine_core.request import (
     Request,
     prefix_chain,
 )
-from engine_core.session import HELLO_S, MAX_ADDS, Session
+from engine_core.session import HEARTBEAT_S, HELLO_S, MAX_ADDS, Session, SessionBroken
 from tests.unit.session_rig import HELLO, LIMITS, add, break_with, opened, packed, refusals, request_of, sampling
 
 # ------------------------------ hello
@@ -29,7 +29,6 @@ def test_nothing_is_said_before_hello() -> None:
     """Red when the welcome, or anything else, goes out to a client that hasn't said hello."""
     session = opened(greeted=False)
     assert session.take(100.0) is None
-    assert not session.silent(100.0)
 
 
 @pytest.mark.parametrize(
@@ -39,10 +38,14 @@ def test_nothing_is_said_before_hello() -> None:
         (pb.SessionRequest(hello=pb.Hello(protocol_version=2)), "protocol version 2"),
         (pb.SessionRequest(hello=pb.Hello()), "protocol version 0"),
         (pb.SessionRequest(hello=pb.Hello(protocol_version=1, client_name="é" * 65)), "client_name"),
+        *(
+            (pb.SessionRequest(hello=pb.Hello(protocol_version=1, heartbeat_s=wrong)), "heartbeat_s")
+            for wrong in (0.0, 0.09, 61.0, float("inf"), float("nan"))
+        ),
     ],
 )
 def test_a_wrong_first_message_breaks_the_session(first: pb.SessionRequest, text: str) -> None:
-    """Red when a version or name goes unchecked, or requests are taken from a client that never said hello."""
+    """Red when a version, name or interval goes unchecked, or requests are taken from a client that said no hello."""
     break_with(opened(greeted=False), first, StatusCode.INVALID_ARGUMENT, text)
 
 
@@ -54,9 +57,10 @@ def test_a_second_hello_breaks_the_session() -> None:
 def test_hello_must_come_in_time() -> None:
     """Red when a connection may hold one of the bounded places for ever without speaking."""
     session = opened(greeted=False)
-    assert not session.speechless(HELLO_S - 0.1)
-    assert session.speechless(HELLO_S)
-    assert not opened().speechless(1000.0)
+    assert session.due(HELLO_S - 0.1) == HELLO_S
+    with pytest.raises(SessionBroken, match="no hello came"):
+        session.due(HELLO_S)
+    assert opened().due(1000.0) == HEARTBEAT_S
 
 
 # ------------------------------ requests

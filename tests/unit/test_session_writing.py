@@ -37,13 +37,25 @@ def test_a_heartbeat_follows_a_second_of_silence_only() -> None:
     """Red when an idle session is silent (a frozen core goes unnoticed) or heartbeats are sent beside outputs."""
     session = opened()
     assert session.take(HEARTBEAT_S - 0.01) is None
-    assert session.silent(HEARTBEAT_S)
-    beat = session.take(HEARTBEAT_S)
-    assert beat == pb.SessionResponse()
-    assert not session.silent(100.0), "a write is outstanding: nobody knows that the client hears nothing"
+    assert session.due(HEARTBEAT_S - 0.01) == HEARTBEAT_S
+    assert session.take(HEARTBEAT_S) == pb.SessionResponse()
+    assert session.take(100.0) is None, "a write is outstanding: nobody knows that the client hears nothing"
     session.written(1.5)
-    assert not session.silent(2.4)
-    assert session.silent(2.5)
+    assert session.due(1.5) == 1.5 + HEARTBEAT_S
+    assert session.take(1.5 + HEARTBEAT_S) == pb.SessionResponse()
+
+
+@pytest.mark.parametrize("wanted", [0.1, 2.0, 60.0])
+def test_heartbeats_come_as_the_client_wants_them(wanted: float) -> None:
+    """Red when a client that waits less than a few seconds takes an idle core for frozen, or one that waits longer
+    costs the core a message a second."""
+    session = opened(greeted=False)
+    session.receive(pb.SessionRequest(hello=pb.Hello(protocol_version=1, heartbeat_s=wanted)), 0.0)
+    assert session.take(0.0) is not None
+    session.written(0.0)
+    assert session.take(wanted - 0.01) is None
+    assert session.due(wanted - 0.01) == wanted
+    assert session.take(wanted) == pb.SessionResponse()
 
 
 def test_a_change_of_state_is_told_at_once_and_once() -> None:

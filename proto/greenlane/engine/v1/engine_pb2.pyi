@@ -73,12 +73,14 @@ class SessionRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., adds: _Optional[_Iterable[_Union[AddRequest, _Mapping]]] = ..., aborts: _Optional[bytes] = ..., ack: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "client_name")
+    __slots__ = ("protocol_version", "client_name", "heartbeat_s")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     CLIENT_NAME_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     client_name: str
-    def __init__(self, protocol_version: _Optional[int] = ..., client_name: _Optional[str] = ...) -> None: ...
+    heartbeat_s: float
+    def __init__(self, protocol_version: _Optional[int] = ..., client_name: _Optional[str] = ..., heartbeat_s: _Optional[float] = ...) -> None: ...
 
 class AddRequest(_message.Message):
     __slots__ = ("number", "prompt_ids", "prefix_hashes", "cache_salt", "sampling", "priority", "deadline_s", "label", "trace_parent", "grammar")
