@@ -40,7 +40,7 @@ MARGIN = 0.96
 TIE, TIE_US = 1.05, 3000.0
 """Ways that take up to so many times as long as the fastest, or so much longer, count as equal: the one with the
 shortest decode step is taken. Short prompts gain little from a larger share of the GPU; decode loses all the same."""
-DELIVERY_US, ROW_DELIVERY_US = 350.0, 6.5
+DELIVERY_US, ROW_DELIVERY_US = 350.0, 4.0
 """Clients see so much more than what is predicted, and so much for each row: what it takes to bring a step's tokens to
 them varies, they go out one row after another, and the longest steps beside a prefill take longer than the median."""
 
@@ -123,12 +123,13 @@ class AutoPolicy:
         target = self.target(load) - DELIVERY_US - ROW_DELIVERY_US * load.rows
         lanes = [self._lane(load, partition) for partition in self.model.partitions]
         ways = self._kept_chunk(load, target) + [lane for lane in lanes if lane.step_us <= target]
-        if ways:
-            way = self._best(ways)
-            alone_on_lane = way.choice.way is Way.LANE and load.remaining <= load.first
-            if way.us <= self._patience_us or (alone_on_lane and self._lone_prompts_wait):
-                return way.choice
-        return self._patient([*ways, *self._chunks(load), *lanes]).choice
+        if ways and self._soon_enough(load, way := self._best(ways)):
+            return way.choice
+        return self._patient(load, [*ways, *self._chunks(load), *lanes]).choice
+
+    def _soon_enough(self, load: Load, way: _Prospect) -> bool:
+        alone_on_lane = way.choice.way is Way.LANE and load.remaining <= load.first
+        return way.us <= self._patience_us or (alone_on_lane and self._lone_prompts_wait)
 
     def _best(self, ways: list[_Prospect]) -> _Prospect:
         soonest = min(way.us for way in ways)
@@ -179,9 +180,9 @@ class AutoPolicy:
             us += load.remaining / 2 / tokens * self.model.mixed(there, tokens)
         return max(us, self.model.mixed(load, chunk)) + self.model.decode(load)
 
-    def _patient(self, ways: list[_Prospect]) -> _Prospect:
+    def _patient(self, load: Load, ways: list[_Prospect]) -> _Prospect:
         """The way with the shortest decode step with which nobody waits too long, or else the fastest."""
-        patient = [way for way in ways if way.us <= self._patience_us]
+        patient = [way for way in ways if self._soon_enough(load, way)]
         return min(patient, key=lambda way: way.step_us) if patient else min(ways, key=lambda way: way.us)
 
     def _chunks(self, load: Load) -> list[_Prospect]:

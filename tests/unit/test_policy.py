@@ -104,6 +104,19 @@ def test_where_nothing_keeps_the_target_the_lane_counts_too(decode_us: int, way:
     assert auto(times=slow).choose(load()).way is way
 
 
+def test_where_nothing_keeps_the_target_a_lone_prompt_waits_for_the_gentlest_lane() -> None:
+    """Red when steps of 9 ms are taken because beside those of 8.6 ms the prompt takes longer than is said of prompts
+    that wait together; with others waiting that counts."""
+    times = pretended_times(64, 2)
+    lanes = [
+        replace(lane, decode=[(rows, us) for rows, _ in lane.decode], prefill=[(BUDGET, prefill_us)])
+        for lane, us, prefill_us in zip(times.partitions, (9000, 8600), (300_000, 450_000), strict=True)
+    ]
+    slow = replace(times, partitions=lanes, mixed=[(rows, tokens, 9 * us) for rows, tokens, us in times.mixed])
+    assert auto(times=slow).choose(load()) == Choice(BUDGET, Way.LANE, 1)
+    assert auto(times=slow, ttft_ms=400).choose(load()) == Choice(BUDGET, Way.LANE, 0)
+
+
 def test_long_contexts_shrink_the_chunk() -> None:
     """Red when reading the decode rows' KV, or the chunk's own history, isn't counted."""
     model = auto(9.3).model
@@ -239,7 +252,7 @@ def test_what_a_partition_teaches_stays_its_own() -> None:
 
 
 def test_the_last_step_beside_a_batch_keeps_the_target_too() -> None:
-    """A step takes 4.74 ms, and 0.45 to deliver. While 125 ms of prefill run 16 rows grow by 26 tokens each, which is
+    """A step takes 4.74 ms, and 0.41 to deliver. While 125 ms of prefill run 16 rows grow by 26 tokens each, which is
     1.05 ms at 2.5 us a token: 6.5 ms with the margin. Red when only the first step counts."""
     (only,) = TIMES.partitions
     slow = replace(TIMES, partitions=[replace(only, reading=[(64, 2500.0)])])
