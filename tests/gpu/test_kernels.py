@@ -9,7 +9,7 @@ import pytest
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["linear", "layer", "attention", "prefill", "sampling", "step"])
+@pytest.mark.parametrize("name", ["linear", "matmul", "layer", "attention", "prefill", "sampling", "step"])
 def test_kernels(cuda: Any, tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
     """Red if a kernel's result leaves float32 by more than bf16 rounding, or launches that overlap change a result."""
     from scripts.gpu_kernel_checks import CHECKS

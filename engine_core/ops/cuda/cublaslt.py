@@ -176,6 +176,7 @@ class Problem:
             if not own:
                 raise KernelError(f"cuBLASLt has no algorithm for {self._product}")
             self._favourite = Algorithm(bytes(own[0].code), own[0].workspace)
+            self._checked[self._favourite.code] = self._favourite
         return self._favourite
 
     def restore(self, code: bytes) -> Algorithm | None:
