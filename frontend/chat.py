@@ -204,7 +204,7 @@ def _converse(stub: text_pb2_grpc.TextStub, session: ChatSession, lines: Iterabl
         try:
             status = _end_answer(session.ask(stub, line.rstrip("\n"), sys.stdout), show_stats=show_stats)
         except grpc.RpcError as error:
-            status = _report(session.server.address, error)
+            status = _report(session.server, error)
     return status
 
 
@@ -238,16 +238,25 @@ def _with_server(server: Server, run: Callable[[text_pb2_grpc.TextStub], int]) -
         with server.channel() as channel:
             return run(text_pb2_grpc.TextStub(channel))
     except grpc.RpcError as error:
-        return _report(server.address, error)
+        return _report(server, error)
     except (ValueError, AccessError) as error:
         sys.stderr.write(f"error: {error}\n")
         return USAGE
 
 
-def _report(address: str, error: grpc.RpcError) -> int:
-    """The status and its reason; for a server that isn't there, what to do."""
-    code, details = error.code(), error.details()
+def _report(server: Server, error: grpc.RpcError) -> int:
+    """The status and its reason; for a server that isn't reached, what to do."""
+    code, details = error.code(), error.details() or ""
     sys.stderr.write(f"error: {code.name}: {details}\n")
-    if code is grpc.StatusCode.UNAVAILABLE and "failed to connect" in (details or ""):
-        sys.stderr.write(f"is a server running at {address}? `greenlane serve --model …` starts one\n")
+    if code is grpc.StatusCode.UNAVAILABLE and "failed to connect" in details:
+        sys.stderr.write(f"{_remedy(server, details)}\n")
     return FAILED
+
+
+def _remedy(server: Server, details: str) -> str:
+    """Closed at once, or a failed handshake: one side speaks TLS where the other doesn't."""
+    if server.ca_certs is None and "Socket closed" in details:
+        return f"if {server.address} speaks TLS, name who signed its certificate: --ssl-ca-certs FILE"
+    if server.ca_certs is not None and "handshake failed" in details:
+        return f"{server.address} speaks no TLS, or {server.ca_certs} didn't sign its certificate: see --ssl-ca-certs"
+    return f"is a server running at {server.address}? `greenlane serve --model …` starts one"

@@ -196,7 +196,8 @@ def test_streaming_writes_as_it_comes(served: tuple[TextServer, str]) -> None:
 
 
 def test_a_guarded_server(tmp_path: Path) -> None:
-    """Red if the key or the certificate that the person names isn't used, or a refusal ends with status 0."""
+    """Red if the key or the certificate that the person names isn't used, a refusal ends with status 0, or nobody says
+    that one side speaks TLS where the other doesn't."""
     issued, keys = Authority(tmp_path).issue("server"), str(key_file(tmp_path, "the-key"))
     service = TextServer()
     seen: list[str] = []
@@ -210,13 +211,20 @@ def test_a_guarded_server(tmp_path: Path) -> None:
     text_pb2_grpc.add_TextServicer_to_server(service, server)
     pair = (issued.key.read_bytes(), issued.cert.read_bytes())
     port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([pair]))
+    plain = ("--address", f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
     server.start()
     to = ("--address", f"127.0.0.1:{port}")
     guards = ("--ssl-ca-certs", str(issued.ca), "--api-key-file", keys)
     assert run("chat", "hello", *to, *guards)[:2] == (0, "in\n")
     assert run("complete", "hello", *to, *guards)[:2] == (0, "in\n")
     assert seen == ["Bearer the-key"] * 2
-    assert run("chat", "hello", *to)[0] == 1
+    status, _, said = run("chat", "hello", *to)
+    assert (status, "--ssl-ca-certs FILE" in said) == (1, True)
+    other = Authority(tmp_path, "other").issue("another server")
+    status, _, said = run("chat", "hello", *to, "--ssl-ca-certs", str(other.ca))
+    assert (status, "didn't sign its certificate" in said) == (1, True)
+    status, _, said = run("chat", "hello", *plain, "--ssl-ca-certs", str(issued.ca))
+    assert (status, "speaks no TLS" in said) == (1, True)
     status, _, said = run("chat", "hello", *to, "--api-key-file", "/nowhere/keys")
     assert (status, "--api-key-file /nowhere/keys can't be read" in said) == (2, True)
     status, _, said = run("chat", "hello", "--address", "example.org:50051", "--api-key-file", keys)
