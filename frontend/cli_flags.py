@@ -257,9 +257,11 @@ def read_config_file(path: Path) -> dict[str, Value]:
     values: dict[str, Value] = {}
     for name, item in data.items():
         if name not in known:
-            raise ConfigError(
-                f"--config {path}: {name!r} is no flag of `greenlane serve`; see `greenlane serve --help`"
-            )
+            switch = known.get(name.removeprefix("no-"))
+            instead = "see `greenlane serve --help`"
+            if switch is not None and switch.metavar is None:
+                instead = f"write {switch.name} = false"
+            raise ConfigError(f"--config {path}: {name!r} is no flag of `greenlane serve`; {instead}")
         if known[name].key in values:
             raise ConfigError(f"--config {path}: {known[name].name} stands there twice")
         values[known[name].key] = _from_toml(path, known[name], item)

@@ -27,7 +27,9 @@ def trace(log: Path, out: str | None) -> int:
         runs = read_runs(log)
         run = runs[-1]
         if not run.decodes:
-            raise TraceError(f"{log} holds no step of the last worker that wrote to it", 1)
+            raise TraceError(
+                f"{log} holds no step of the last worker that wrote to it: send it a request, and trace again", 1
+            )
         files = _write(name, run)
     except TraceError as error:
         sys.stderr.write(f"error: {error}\n")

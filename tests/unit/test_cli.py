@@ -99,6 +99,8 @@ def test_config_file_values_become_flags(tmp_path: Path) -> None:
         ("max-modl-len = 512", "'max-modl-len'"),
         ("max-model-len = 512\nmax_model_len = 512", "max-model-len stands there twice"),
         ("enable-prefix-caching = 1", "enable-prefix-caching is a switch"),
+        ("no-enable-prefix-caching = true", "write enable-prefix-caching = false"),
+        ("no-port = 1", "see `greenlane serve --help`"),
         ("port = true", "port must be text or a number"),
         ("port = [1]", "port must be text or a number"),
         ("[server]\nport = 1", "'server'"),

@@ -274,6 +274,6 @@ def test_the_command_says_what_it_can_t_do(tmp_path: Path) -> None:
     missing = invoke(app, ["trace", str(tmp_path / "none.jsonl")])
     assert (missing.exit_code, "none.jsonl can't be read" in missing.output) == (2, True)
     empty = invoke(app, ["trace", str(written(tmp_path, header()))])
-    assert (empty.exit_code, "holds no step" in empty.output) == (1, True)
+    assert (empty.exit_code, "send it a request" in empty.output) == (1, True)
     nowhere = invoke(app, ["trace", str(LOG), "--out", str(tmp_path / "no" / "lanes")])
     assert (nowhere.exit_code, "lanes.trace.json can't be written" in nowhere.output) == (2, True)
