@@ -78,12 +78,16 @@ def channel_credentials(
 ) -> grpc.ChannelCredentials:
     """The credentials of a client, from the files as they are now; `prefix` begins the flags they came with.
 
-    Raises AccessError for files that can't be read.
+    Raises AccessError for files that can't be read, or don't go together.
     """
     named = [(f"{prefix}-ca-certs", ca_certs)]
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # gRPC would accept any bytes and fail at every handshake
     if certfile is not None and keyfile is not None:
         named += [(f"{prefix}-keyfile", keyfile), (f"{prefix}-certfile", certfile)]
     roots, *pair = FreshFiles(named).read()
+    if certfile is not None and keyfile is not None:
+        _load_pair(context, (f"{prefix}-certfile", certfile), (f"{prefix}-keyfile", keyfile))
+    _load_authorities(context, f"{prefix}-ca-certs", ca_certs)
     return grpc.ssl_channel_credentials(roots, *pair)
 
 
@@ -100,25 +104,35 @@ def _load(access: Access) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
-    try:
-        # a password would be asked for on the terminal: an encrypted key is refused instead
-        context.load_cert_chain(access.certfile, access.keyfile, password=lambda: "")
-    except (ssl.SSLError, OSError) as error:
-        raise AccessError(
-            f"--ssl-certfile {access.certfile} and --ssl-keyfile {access.keyfile} are no pair that can be served: they "
-            f"must be PEM, belong together and not be encrypted ({_reason(error)})"
-        ) from error
+    _load_pair(context, ("--ssl-certfile", access.certfile), ("--ssl-keyfile", access.keyfile))
     if access.ca_certs is not None:
-        try:
-            context.load_verify_locations(access.ca_certs)
-        except (ssl.SSLError, OSError) as error:
-            raise AccessError(f"--ssl-ca-certs {access.ca_certs} holds no PEM certificates") from error
+        _load_authorities(context, "--ssl-ca-certs", access.ca_certs)
         context.verify_mode = ssl.CERT_REQUIRED
         # A resumed session shows no certificate again: one that is taken away would get in for hours more. TLS 1.3
         # resumes by tickets alone; the sessions that OpenSSL keeps for 1.2 can't be turned off from here.
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.num_tickets = 0
     return context
+
+
+def _load_pair(context: ssl.SSLContext, certfile: tuple[str, str], keyfile: tuple[str, str]) -> None:
+    """Flags and files. Raises AccessError."""
+    try:
+        # a password would be asked for on the terminal: an encrypted key is refused instead
+        context.load_cert_chain(certfile[1], keyfile[1], password=lambda: "")
+    except (ssl.SSLError, OSError) as error:
+        raise AccessError(
+            f"{' '.join(certfile)} and {' '.join(keyfile)} are no pair that can be served: they must be PEM, belong "
+            f"together and not be encrypted ({_reason(error)})"
+        ) from error
+
+
+def _load_authorities(context: ssl.SSLContext, flag: str, file: str) -> None:
+    """Raises AccessError."""
+    try:
+        context.load_verify_locations(file)
+    except (ssl.SSLError, OSError) as error:
+        raise AccessError(f"{flag} {file} holds no PEM certificates") from error
 
 
 def _configuration(access: Access) -> grpc.ServerCertificateConfiguration:

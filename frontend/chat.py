@@ -250,11 +250,15 @@ def _report(server: Server, error: grpc.RpcError) -> int:
     sys.stderr.write(f"error: {code.name}: {details}\n")
     if code is grpc.StatusCode.UNAVAILABLE and "failed to connect" in details:
         sys.stderr.write(f"{_remedy(server, details)}\n")
+    elif code is grpc.StatusCode.UNAUTHENTICATED:
+        sys.stderr.write("--api-key-file FILE sends the first key of a file\n")
     return FAILED
 
 
 def _remedy(server: Server, details: str) -> str:
     """Closed at once, or a failed handshake: one side speaks TLS where the other doesn't."""
+    if "Failed parsing HTTP/2" in details:
+        return f"{server.address} speaks HTTP alone: --address takes the text gRPC address (--grpc-port, 50051)"
     if server.ca_certs is None and "Socket closed" in details:
         return f"if {server.address} speaks TLS, name who signed its certificate: --ssl-ca-certs FILE"
     if server.ca_certs is not None and "handshake failed" in details:

@@ -37,6 +37,7 @@ ApiKeyFile = Annotated[
     str | None, typer.Option("--api-key-file", metavar="FILE", help="File whose first bearer token is sent.")
 ]
 MaxTokens = Annotated[int | None, typer.Option(help="Longest answer, in tokens; default: the rest of the context.")]
+ChatTokens = Annotated[int, typer.Option("--max-tokens", help="Longest answer, in tokens.")]
 Temperature = Annotated[float | None, typer.Option(help="0 is greedy; default: the model's.")]
 TopP = Annotated[float | None, typer.Option(help="Nucleus of the distribution to draw from; default: the model's.")]
 Seed = Annotated[int | None, typer.Option(help="Makes the answer repeatable.")]
@@ -107,7 +108,7 @@ def chat(
     ssl_keyfile: ShownKey = None,
     api_key_file: ApiKeyFile = None,
     system: Annotated[str | None, typer.Option(help="System message of the conversation.")] = None,
-    max_tokens: MaxTokens = None,
+    max_tokens: ChatTokens = 1024,
     temperature: Temperature = None,
     top_p: TopP = None,
     seed: Seed = None,

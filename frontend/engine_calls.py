@@ -83,3 +83,13 @@ class EngineCalls:
             if task is None or task.cancelling():
                 raise
             raise self._unavailable() from None
+
+
+def connection_remedy(details: str) -> str:
+    """For the log, of an engine core that no connection comes about with; gRPC's details of why."""
+    if "Socket closed" in details or "handshake failed" in details:
+        return (
+            "one side speaks TLS and the other doesn't, or a certificate isn't accepted (--engine-tls-ca-certs, "
+            "--engine-tls-certfile); trying again"
+        )
+    return "waiting for an engine core there (`greenlane engine`), trying again"

@@ -21,7 +21,7 @@ from greenlane.engine.v1 import engine_pb2_grpc
 
 from access.policy import AccessError
 from frontend.clock import Clock, SystemClock
-from frontend.engine_calls import EngineCalls, Metadata
+from frontend.engine_calls import EngineCalls, Metadata, connection_remedy
 from frontend.request import ApiError, Code, TextRequest
 from frontend.session import ADD_TURNS, Session, hello
 from frontend.streams import RequestStream, Sequence
@@ -187,7 +187,11 @@ class EngineClient:
         return self._session
 
     def _unavailable(self) -> ApiError:
-        return ApiError(Code.UNAVAILABLE, f"the engine core is not available: {self.lost_reason}", retry_after_s=1.0)
+        return ApiError(
+            Code.UNAVAILABLE,
+            f"the engine core is not available: {self.lost_reason}; try again later",
+            retry_after_s=1.0,
+        )
 
     # -------------------------- the session
 
@@ -227,9 +231,12 @@ class EngineClient:
         except grpc.aio.AioRpcError as error:
             reachable = self.calls.channel.get_state() is grpc.ChannelConnectivity.READY
             if self._session is None and not reachable:  # the details hold addresses: for the log, not for clients
-                raise SessionLost("it can't be reached", error.details()) from error
+                raise SessionLost(
+                    "it can't be reached", f"{error.details()}; {connection_remedy(error.details() or '')}"
+                ) from error
             state = None if self._session is not None else await self._ask_state()
-            raise SessionLost(f"{error.code().name}: {error.details()}", state=state) from error
+            named = " (--engine-api-key-file)" if error.code() is grpc.StatusCode.UNAUTHENTICATED else ""
+            raise SessionLost(f"{error.code().name}: {error.details()}{named}", state=state) from error
         finally:
             call.cancel()
             channel, self.calls.channel = self.calls.channel, None

@@ -94,7 +94,7 @@ class OpenSequences:
 
     def add(self, request: Request) -> list[Sequence]:
         """All sequences of a request join the queue, or none does and Rejected is raised."""
-        self.waiting.reserve(request.params.n)
+        self.waiting.reserve(request.params.n, len(self._owners) - self.running)
         open_numbers = self._by_session.setdefault(request.session, {})
         numbers = range(request.number, request.number + request.params.n)
         if any(number in open_numbers for number in numbers):

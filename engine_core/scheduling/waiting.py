@@ -25,15 +25,18 @@ class WaitingQueue:
     def __len__(self) -> int:
         return self._count
 
-    def reserve(self, count: int) -> None:
-        """Raise Rejected unless `count` new sequences fit, all of them; reserves by being followed by `push`es."""
+    def reserve(self, count: int, free_rows: int) -> None:
+        """Raise Rejected unless `count` new sequences fit, all of them; reserves by being followed by `push`es.
+
+        Those that `free_rows` are there for pass through the queue and count for nothing.
+        """
         if count > self._capacity:
             raise Rejected(
                 RejectReason.NEVER_FITS,
                 f"n is {count}; the queue holds {self._capacity} sequences (--max-queue): lower n",
                 "n",
             )
-        if self._count + count > self._capacity:
+        if self._count + count > self._capacity + free_rows:
             raise Rejected(
                 RejectReason.QUEUE_FULL,
                 f"{self._count} sequences wait and {count} more exceed the queue of {self._capacity} (--max-queue); "

@@ -57,23 +57,24 @@ def test_a_request_that_can_never_fit_is_refused() -> None:
 
 
 def test_the_queue_is_bounded_and_says_when_to_retry() -> None:
-    """Case 18. Red when a burst grows the queue, or the check and the reservation come apart."""
+    """Case 18. Red when a burst grows the queue, the check and the reservation come apart, or an idle server refuses
+    what it has a row for because it comes together with what fills the queue."""
     rig = Rig(max_num_seqs=1, max_queue=3)
-    requests = [rig.add(PROMPT, max_tokens=1) for _ in range(5)]
+    requests = [rig.add(PROMPT, max_tokens=1) for _ in range(6)]
     rig.step()
-    for refused in requests[3:]:
+    for refused in requests[4:]:
         error = error_of(rig, refused)
         assert (error.code, error.reject_reason) == (StatusCode.RESOURCE_EXHAUSTED, RejectReason.QUEUE_FULL)
         assert error.retry_after_s is not None
         assert error.retry_after_s > 0
     rig.run()
-    assert [rig.finish(request).reason for request in requests[:3]] == [FINISH_LENGTH] * 3
+    assert [rig.finish(request).reason for request in requests[:4]] == [FINISH_LENGTH] * 4
     assert rig.engine.stats().sequences_rejected == 2
 
 
 def test_n_sequences_enter_together_or_not_at_all() -> None:
     """Case 5. Red when some children of a request are queued and the others refused."""
-    rig = Rig(max_num_seqs=1, max_queue=4)
+    rig = Rig(max_num_seqs=1, max_queue=3)
     rig.add(PROMPT, max_tokens=1)
     rig.add(PROMPT, max_tokens=1)
     refused = rig.add(PROMPT, n=3, max_tokens=1)

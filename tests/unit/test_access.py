@@ -185,3 +185,15 @@ def test_certificates_that_are_refused(tmp_path: Path) -> None:
         for make in (tls.http_context, tls.server_credentials):
             with pytest.raises(AccessError, match=named):
                 make(Access(str(key), str(cert), str(ca)))
+
+
+def test_what_a_client_shows_and_trusts_is_checked_as_well(tmp_path: Path) -> None:
+    """Red if a connection is tried for ever with files with which every handshake would fail."""
+    one, other = Authority(tmp_path).issue("one"), Authority(tmp_path).issue("other")
+    garbage = tmp_path / "garbage"
+    garbage.write_bytes(b"no PEM")
+    tls.channel_credentials("--engine-tls", str(one.ca), str(one.cert), str(one.key))
+    with pytest.raises(AccessError, match=r"--engine-tls-certfile .* are no pair"):
+        tls.channel_credentials("--engine-tls", str(one.ca), str(one.cert), str(other.key))
+    with pytest.raises(AccessError, match=r"--engine-tls-ca-certs .* holds no PEM"):
+        tls.channel_credentials("--engine-tls", str(garbage), None, None)

@@ -225,6 +225,8 @@ def test_a_guarded_server(tmp_path: Path) -> None:
     assert (status, "didn't sign its certificate" in said) == (1, True)
     status, _, said = run("chat", "hello", *plain, "--ssl-ca-certs", str(issued.ca))
     assert (status, "speaks no TLS" in said) == (1, True)
+    text = chat._remedy(Server("h:1"), "last error: UNAVAILABLE: Failed parsing HTTP/2 (Expected SETTINGS frame …)")
+    assert "--grpc-port" in text
     status, _, said = run("chat", "hello", *to, "--api-key-file", "/nowhere/keys")
     assert (status, "--api-key-file /nowhere/keys can't be read" in said) == (2, True)
     status, _, said = run("chat", "hello", "--address", "example.org:50051", "--api-key-file", keys)

@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 from greenlane.engine.v1 import engine_pb2 as pb
 
+from frontend.engine_calls import connection_remedy
 from frontend.engine_client import ClientState, EngineClient, open_channel
 from frontend.request import ApiError, Code, TextRequest
 from tests.unit.client_rig import ManualClock, connected_client, failure, state_of
@@ -121,8 +122,22 @@ async def test_a_core_that_takes_no_session_says_why(folder: Path) -> None:
         await client.close()
 
 
-async def test_without_a_session_requests_are_refused(folder: Path) -> None:
-    """Red if a request waits for an engine core that isn't there, or if a refused connection ends the client."""
+@pytest.mark.parametrize(
+    ("details", "named"),
+    [
+        ("last error: UNAVAILABLE: ipv4:127.0.0.1:7000: Socket closed", "--engine-tls-ca-certs"),
+        ("Tls handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL", "--engine-tls-ca-certs"),
+        ("connect: Connection refused (111)", "`greenlane engine`"),
+    ],
+)
+def test_why_no_connection_comes_about_has_a_remedy(details: str, named: str) -> None:
+    """Red when a log names the library's reason alone."""
+    assert named in connection_remedy(details)
+
+
+async def test_without_a_session_requests_are_refused(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Red if a request waits for an engine core that isn't there, or if a refused connection ends the client, or nobody
+    says that it tries again."""
     attempts = asyncio.Semaphore(0)
 
     def connect(address: str) -> grpc.aio.Channel:
@@ -137,6 +152,7 @@ async def test_without_a_session_requests_are_refused(folder: Path) -> None:
     for _ in range(2):  # the second follows the first one's failure
         await attempts.acquire()
     assert client.lost_reason == "it can't be reached"  # and not where it was looked for
+    assert "trying again" in caplog.text
     engine = ScriptedEngine(info())
     async with listening(engine, folder / "engine"):
         await engine.session()
