@@ -5,6 +5,10 @@
 #   scripts/demo.sh --keep              leaves the server up and tells how to talk to it
 set -euo pipefail
 cd "$(dirname "$0")/.."
+case " $* " in *" -h "* | *" --help "*)
+  sed -n '2,5s/^# //p' scripts/demo.sh
+  exit 0 ;;
+esac
 
 bash scripts/setup_venv.sh demo
 model=.cache/smollm2-135m-instruct
