@@ -8,6 +8,7 @@ Runs on one asyncio loop; `deliver` must be called there.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import functools
 import logging
@@ -37,6 +38,8 @@ MAX_SESSIONS = 64
 MAX_WATCHES = 16
 """Readers of the prefix cache's changes at a time: each costs a little at every change."""
 SETTLE_POLL_S = 0.01
+LAST_WRITE_S = 0.5
+"""For a write that is under way when its session ends."""
 DRAIN_CAP_S = 30.0
 """Of a Drain call that names none."""
 MAX_DRAIN_S = 3600.0
@@ -119,6 +122,11 @@ class _Stream:
         self.session = session
         self.changed = asyncio.Event()
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.idle = asyncio.Event()
+        """No write is under way."""
+        self.idle.set()
+        self.leaving = False
+        """No further write shall begin."""
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_at = 0.0
 
@@ -289,6 +297,10 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         ]
         try:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            stream.leaving = True
+            ends[1].cancel()
+            with contextlib.suppress(TimeoutError):  # gRPC takes no status while a write is under way
+                await asyncio.wait_for(stream.idle.wait(), LAST_WRITE_S)
         finally:
             for end in ends:
                 end.cancel()
@@ -320,9 +332,14 @@ class EngineService(engine_pb2_grpc.EngineServicer):
                 stream.wake_by(session.due(now), now)
                 await stream.changed.wait()
             else:
+                stream.idle.clear()
                 try:
                     await context.write(message)
                 except grpc.aio.InternalError:  # it left, or was killed, with this write under way
+                    return
+                finally:
+                    stream.idle.set()
+                if stream.leaving:
                     return
                 session.written(self._clock())
 

@@ -32,6 +32,8 @@ LISTENER_TIMEOUT_S = 1.0
 STATE_TIMEOUT_S = 1.0
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
+TAKE_IN_S = 0.2
+"""For what waits to be read, before silence counts."""
 LATE_S = 1.0
 """A timer that fires this late tells that this process stood still, not the engine core."""
 INLINE_PROMPT_TOKENS = 16_384
@@ -332,14 +334,20 @@ class EngineClient:
                     await asyncio.sleep(0)
 
     async def _watch(self) -> None:
-        """Raise SessionLost after `engine_timeout` of silence: the core was asked for two heartbeats within it."""
+        """Raise SessionLost after `engine_timeout` of silence: the core was asked for two heartbeats within it.
+
+        This process may itself have stood still: what waits to be read is taken in before the core is judged.
+        """
         while True:
-            due = self._heard + self._engine_timeout
-            if self._clock.now() >= due:
+            heard, due = self._heard, self._heard + self._engine_timeout
+            await self._clock.sleep(max(0.0, due - self._clock.now()))
+            if self._heard == heard:
+                if self._clock.now() - due > LATE_S:
+                    self._heard = self._clock.now()
+                    continue
+                await self._clock.sleep(TAKE_IN_S)
+            if self._heard == heard:
                 raise SessionLost(f"the engine core was silent for {self._engine_timeout:g} s")
-            await self._clock.sleep(due - self._clock.now())
-            if self._clock.now() - due > LATE_S:
-                self._heard = self._clock.now()
 
     def _check_same_model(self, info: pb.GetInfoResponse) -> None:
         """A core that came back with another vocabulary would be served with the wrong tokenizer."""

@@ -13,7 +13,7 @@ import pytest_asyncio
 from greenlane.engine.v1 import engine_pb2 as pb
 
 from frontend.engine_calls import connection_remedy
-from frontend.engine_client import ClientState, EngineClient, open_channel
+from frontend.engine_client import TAKE_IN_S, ClientState, EngineClient, open_channel
 from frontend.request import ApiError, Code, TextRequest
 from tests.unit.client_rig import ManualClock, connected_client, failure, state_of
 from tests.unit.scripted_engine import (
@@ -180,9 +180,36 @@ async def test_silence_ends_the_session(folder: Path, engine: ScriptedEngine) ->
         await asyncio.sleep(0)
     assert (client.state, stream.error) == (ClientState.SERVING, None)
     clock.advance(4.5)
+    await _turns()
+    clock.advance(TAKE_IN_S)
     error = await failure(stream)
     assert (error.code, "silent" in error.message) == (Code.UNAVAILABLE, True)
     await client.close()
+
+
+async def test_what_waits_to_be_read_comes_before_silence(folder: Path, engine: ScriptedEngine) -> None:
+    """Red if a frontend that stood still for a moment gives up an engine core whose sign of life it hasn't read yet."""
+    clock = ManualClock()
+    client = EngineClient(f"unix:{folder / 'engine'}", engine_timeout=5.0, clock=clock)
+    await client.start()
+    await client.serving()
+    session = await engine.session()
+    stream = await client.submit(TextRequest([1]))
+    await session.next_add()
+    clock.advance(5.1)
+    await _turns()
+    await session.send(tokens=[(1, 5)])
+    while not stream.ready:
+        await stream.changed()
+    clock.advance(TAKE_IN_S)
+    await _turns()
+    assert (client.state, stream.error) == (ClientState.SERVING, None)
+    await client.close()
+
+
+async def _turns() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
 
 
 async def test_a_late_timer_is_no_proof_of_silence(folder: Path, engine: ScriptedEngine) -> None:
@@ -196,6 +223,8 @@ async def test_a_late_timer_is_no_proof_of_silence(folder: Path, engine: Scripte
         await asyncio.sleep(0)
     assert client.state is ClientState.SERVING
     clock.advance(5.0)
+    await _turns()
+    clock.advance(TAKE_IN_S)
     await state_of(client, ClientState.DEAD)
     await client.close()
 

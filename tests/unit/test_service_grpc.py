@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import numpy as np
@@ -63,6 +63,38 @@ async def test_requests_go_in_and_outputs_come_back(serving: Rig) -> None:
     serving.service.deliver([Output(request.session, 4, accepted=[1])])
     message = await guarded(call.read())
     assert (message.output.sequence, message.output.step) == (1, 4)
+
+
+class _SlowContext:
+    """A call whose writes take a while, and that takes no status while one is under way, as gRPC's."""
+
+    def __init__(self) -> None:
+        self.writing = False
+        self.status: grpc.StatusCode | None = None
+
+    async def write(self, message: pb.SessionResponse) -> None:
+        self.writing = True
+        await asyncio.sleep(0.02)
+        self.writing = False
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+        assert not self.writing
+        self.status = code
+        raise grpc.aio.AbortError
+
+
+async def test_a_violation_while_a_write_is_under_way_ends_with_its_status(serving: Rig) -> None:
+    """Red when the write is given up and the call left open, or another write begins behind it."""
+
+    async def twice() -> AsyncIterator[pb.SessionRequest]:
+        yield HELLO
+        yield HELLO
+        await asyncio.Event().wait()
+
+    context = _SlowContext()
+    with pytest.raises(grpc.aio.AbortError):
+        await guarded(serving.service.Session(twice(), cast(Any, context)))
+    assert context.status is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_closing_the_stream_aborts_its_requests(serving: Rig) -> None:
