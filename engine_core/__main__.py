@@ -5,5 +5,8 @@ from __future__ import annotations
 import sys
 
 from engine_core.cli import main
+from telemetry.output import flush_or_forget
 
-sys.exit(main(sys.argv[1:]))
+status = main(sys.argv[1:])
+flush_or_forget()
+sys.exit(status)

@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from access.policy import AccessError, bare_host, check_in_the_clear, is_loopback, split_address
 from frontend.config import ConfigError, FrontendConfig, Place, Supervision
+from telemetry.output import flush_or_forget
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 PR_SET_PDEATHSIG = 1
@@ -232,4 +233,6 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    flush_or_forget()
+    sys.exit(status)

@@ -172,7 +172,9 @@ def test_second_signal_stops_at_once(make_server: MakeServer) -> None:
 
 
 def test_a_log_that_nobody_reads_stops_nothing() -> None:
-    """Red if a server whose output was piped to something that has gone hangs, doesn't serve, or can't be stopped."""
+    """Red if a server whose output was piped to something that has gone hangs, doesn't serve, or can't be stopped; and,
+    as Python buffers that output unless told otherwise, if a process ends with a status of its own for that reason."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     flags = [f"--model={TINY}", *SMALL, "--device=fake", "--port=0", "--grpc-port=0"]
     ready_fd, ready_end = os.pipe()
     process = subprocess.Popen(
@@ -181,6 +183,7 @@ def test_a_log_that_nobody_reads_stops_nothing() -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         pass_fds=(ready_end,),
+        env=environment,
     )
     os.close(ready_end)
     try:
