@@ -17,8 +17,6 @@ import logging
 import os
 import secrets
 import signal
-import struct
-import time
 from collections.abc import Coroutine
 from importlib.metadata import version
 from pathlib import Path
@@ -50,6 +48,7 @@ from engine_core.server import bind, build_server, guards, tracing
 from engine_core.service import ENGINE_SERVICE, EngineService, State
 from engine_core.session import MAX_MESSAGE_BYTES, MAX_UNACKED_BYTES
 from engine_core.spans import EngineSpans
+from telemetry.life import show_life
 
 log = logging.getLogger(__name__)
 
@@ -57,9 +56,6 @@ EXIT_STOPPED, EXIT_FAILED = 0, 1
 SETTLE_S = 1.0
 """How long clients may take to acknowledge their last words before the process ends."""
 CLOSE_GRACE_S = 0.3
-BEAT_S = 1.0
-LIFE = struct.Struct("<d")
-"""A sign of life: seconds of the monotonic clock."""
 
 
 def run(
@@ -353,18 +349,6 @@ def ready_info(base: pb.GetInfoResponse, config: EngineConfig, limits: ModelLimi
         info.lanes.decode_sms_choices.extend(ready.decode_sms_choices)
     info.limits.max_model_len = limits.max_model_len
     return info
-
-
-def show_life(alive_fd: int, loop: asyncio.AbstractEventLoop) -> None:
-    """The monotonic clock's time, eight bytes a second for as long as the loop turns. The descriptor mustn't block.
-
-    Whoever started this process looks now and then, and kills it where the latest is old. A callback: a task that
-    sleeps costs nearly twice as much, and an idle server does little else.
-    """
-    with contextlib.suppress(BrokenPipeError):  # nobody listens any more
-        with contextlib.suppress(BlockingIOError):  # nobody listens at the moment
-            os.write(alive_fd, LIFE.pack(time.monotonic()))
-        loop.call_later(BEAT_S, show_life, alive_fd, loop)
 
 
 def announce(ready_fd: int, address: str, info: pb.GetInfoResponse) -> None:

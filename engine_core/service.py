@@ -290,15 +290,12 @@ class EngineService(engine_pb2_grpc.EngineServicer):
 
     async def _converse(self, stream: _Stream, messages: AsyncIterator[pb.SessionRequest], context: Context) -> None:
         """Read and write until the client leaves or the session ends; raises SessionBroken for the latter."""
-        ends: list[asyncio.Future[None]] = [
-            stream.ended,
-            asyncio.create_task(self._read(stream, messages)),
-            asyncio.create_task(self._write(stream, context)),
-        ]
+        reader = asyncio.create_task(self._read(stream, messages))
+        ends: list[asyncio.Future[None]] = [stream.ended, reader, asyncio.create_task(self._write(stream, context))]
         try:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             stream.leaving = True
-            ends[1].cancel()
+            reader.cancel()
             with contextlib.suppress(TimeoutError):  # gRPC takes no status while a write is under way
                 await asyncio.wait_for(stream.idle.wait(), LAST_WRITE_S)
         finally:

@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import signal
-import struct
 import time
 import uuid
 from collections.abc import Awaitable, Mapping
@@ -45,13 +44,11 @@ from frontend.text_service import SERVICE, TextService
 from frontend.tokenizer import Tokenizer, resolve
 from frontend.vllm_service import SERVICE as VLLM_SERVICE
 from frontend.vllm_service import VllmService
+from telemetry.life import show_life
 from telemetry.tracing import Tracing, TracingError
 
 logger = logging.getLogger(__name__)
 
-BEAT_S = 1.0
-LIFE = struct.Struct("<d")
-"""A sign of life: seconds of the monotonic clock."""
 COLLECTIONS = (60_000, 2, 20)
 """Thresholds of garbage collection, in objects and in collections of the generation below."""
 LAST_WORDS_S = 1.0
@@ -95,18 +92,6 @@ async def _live(serving: Awaitable[int], alive_fd: int | None) -> int:
         os.set_blocking(alive_fd, False)
         show_life(alive_fd, asyncio.get_running_loop())
     return await serving
-
-
-def show_life(alive_fd: int, loop: asyncio.AbstractEventLoop) -> None:
-    """The monotonic clock's time, eight bytes a second for as long as the loop turns. The descriptor mustn't block.
-
-    Whoever started this process looks now and then, and kills it where the latest is old. A callback: a task that
-    sleeps costs nearly twice as much, and an idle server does little else.
-    """
-    with contextlib.suppress(BrokenPipeError):  # nobody listens any more
-        with contextlib.suppress(BlockingIOError):  # nobody listens at the moment
-            os.write(alive_fd, LIFE.pack(time.monotonic()))
-        loop.call_later(BEAT_S, show_life, alive_fd, loop)
 
 
 class Signals:

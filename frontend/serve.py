@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from access.folders import private_folder
 from access.policy import AccessError, is_loopback, split_address
@@ -25,6 +25,7 @@ from frontend.config import ConfigError
 from frontend.ports import LISTENERS, check_port, share_ports
 from frontend.supervisor import Finish, Supervisor
 from frontend.supervisor_process import Command, Hands, Ready, run_supervisor
+from telemetry.output import tell
 
 CORE = "engine core"
 CORE_START_MARGIN_S = 15.0
@@ -85,17 +86,7 @@ def _whereabouts(message: str, config: Path | None, keys: Set[str]) -> str:
 
 def say(text: str) -> None:
     """A line about the processes, for the person who watches."""
-    _tell(sys.stderr, f"greenlane: {text}\n")
-
-
-def _tell(stream: TextIO, text: str) -> None:
-    """That nobody reads any more is no reason to stop, now or when the stream is flushed at the end."""
-    try:
-        stream.write(text)
-        stream.flush()
-    except OSError:
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), stream.fileno())
+    tell(sys.stderr, f"greenlane: {text}\n")
 
 
 # ------------------------------ settings
@@ -218,7 +209,7 @@ def announce(engine_address: str, ready_fd: int | None, ready: Mapping[str, Read
     listening = [each for each in LISTENERS if each.kind in frontends[0]]
     served = {each.kind: sorted({frontend[each.kind] for frontend in frontends}) for each in listening}
     places = " · ".join(f"{each.spoken} {' '.join(served[each.kind])}" for each in listening)
-    _tell(sys.stdout, f"ready: {places} · engine {engine_address}{_lanes(ready)}\n")
+    tell(sys.stdout, f"ready: {places} · engine {engine_address}{_lanes(ready)}\n")
     if ready_fd is not None:
         message = {**served, "engine": engine_address, "pids": pids, **_info(ready)}
         with contextlib.suppress(BrokenPipeError), os.fdopen(ready_fd, "w") as pipe:

@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import signal
-import struct
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,12 +26,11 @@ from frontend.supervisor import (
     Supervisor,
     Terminate,
 )
+from telemetry.life import LIFE
 
 MAX_READY_BYTES = 64 << 10
 LATE_S = 1.0
 """A timer that fires this late tells that the supervisor itself stood still."""
-LIFE = struct.Struct("<d")
-"""A sign of life: when it was given, by the monotonic clock, which all processes of a machine share."""
 
 Ready = Mapping[str, Any]
 """The JSON object that a process writes once it serves: its addresses, by kind."""

@@ -43,6 +43,16 @@ class Shape:
     def attention_width(self) -> int:
         return self.heads.query * self.heads.head_dim
 
+    @property
+    def products(self) -> tuple[tuple[int, int], ...]:
+        """(outputs, inputs) of a layer's matrices, in their order."""
+        return (
+            (self.qkv_rows, self.hidden),
+            (self.hidden, self.attention_width),
+            (2 * self.intermediate, self.hidden),
+            (self.hidden, self.intermediate),
+        )
+
 
 QWEN3_4B = Shape(2560, 9728, Heads(32, 8, 128), 36, 151936)
 QWEN3_06B = Shape(1024, 3072, Heads(16, 8, 128), 28, 151936)

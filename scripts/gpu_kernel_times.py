@@ -132,17 +132,11 @@ MATMUL_ROWS = (16, 64, 128, 192, 256, 272, 320, 384, 512, 576, 640, 1024, 2048)
 def time_matmul(_: Path) -> Iterable[Row]:
     """A 4B layer's four products: torch's choice of algorithm, and the best of what cuBLASLt proposes."""
     torch.zeros(1, device=DEVICE)  # makes the context
-    library, shape = CublasLt(sms()), QWEN3_4B
-    sizes = (
-        (shape.qkv_rows, shape.hidden),
-        (shape.hidden, shape.attention_width),
-        (2 * shape.intermediate, shape.hidden),
-        (shape.hidden, shape.intermediate),
-    )
-    weights = [[random(*size, scale=0.02) for _ in range(6)] for size in sizes]
+    library = CublasLt(sms())
+    weights = [[random(*size, scale=0.02) for _ in range(6)] for size in QWEN3_4B.products]
     for rows in MATMUL_ROWS:
         favourite = best = 0.0
-        for (outputs, inputs), layers in zip(sizes, weights, strict=True):
+        for (outputs, inputs), layers in zip(QWEN3_4B.products, weights, strict=True):
             problem, x = library.problem(Product(rows, outputs, inputs, sms())), random(rows, inputs)
 
             def torchs(layers: list[torch.Tensor] = layers, x: torch.Tensor = x) -> None:

@@ -30,14 +30,8 @@ def time_lanes(_: Path) -> Iterable[dict[str, float | int | str]]:
     """A 4B layer's four products of a prefill beside those of 64 decode rows: by the library's favourites, the fastest
     alone on the lane, and those that both lanes get on with best."""
     torch.zeros(1, device=DEVICE)  # makes the context
-    shape, library, driver = QWEN3_4B, CublasLt(sms()), Driver(CudaTable(0), Unbounded())
-    sizes = (
-        (shape.qkv_rows, shape.hidden),
-        (shape.hidden, shape.attention_width),
-        (2 * shape.intermediate, shape.hidden),
-        (shape.hidden, shape.intermediate),
-    )
-    weights = [Weights([random(*size, scale=0.02) for _ in range(LAYERS)]) for size in sizes]
+    library, driver = CublasLt(sms()), Driver(CudaTable(0), Unbounded())
+    weights = [Weights([random(*size, scale=0.02) for _ in range(LAYERS)]) for size in QWEN3_4B.products]
     primary = _cuda.Stream()
     for decode_sms, tokens in SPLITS:
         partition = split(driver, decode_sms)

@@ -15,9 +15,11 @@ from greenlane.engine.v1 import engine_pb2 as pb
 from frontend.engine_calls import connection_remedy
 from frontend.engine_client import TAKE_IN_S, ClientState, EngineClient, open_channel
 from frontend.request import ApiError, Code, TextRequest
+from frontend.streams import RequestStream
 from tests.unit.client_rig import ManualClock, connected_client, failure, state_of
 from tests.unit.scripted_engine import (
     ScriptedEngine,
+    ScriptedSession,
     finish,
     info,
     listening,
@@ -162,22 +164,29 @@ async def test_without_a_session_requests_are_refused(folder: Path, caplog: pyte
     assert client.state is ClientState.CLOSED
 
 
-async def test_silence_ends_the_session(folder: Path, engine: ScriptedEngine) -> None:
-    """Red if a frozen engine core keeps requests waiting, or if a heartbeat doesn't count as a sign of life."""
-    clock = ManualClock()
+async def _waiting(
+    folder: Path, engine: ScriptedEngine, clock: ManualClock
+) -> tuple[EngineClient, ScriptedSession, RequestStream]:
+    """A client that gives up after 5 s of silence, its session, and a request that waits for its first token."""
     client = EngineClient(f"unix:{folder / 'engine'}", engine_timeout=5.0, clock=clock)
     await client.start()
     await client.serving()
     session = await engine.session()
     stream = await client.submit(TextRequest([1]))
     await session.next_add()
+    return client, session, stream
+
+
+async def test_silence_ends_the_session(folder: Path, engine: ScriptedEngine) -> None:
+    """Red if a frozen engine core keeps requests waiting, or if a heartbeat doesn't count as a sign of life."""
+    clock = ManualClock()
+    client, session, stream = await _waiting(folder, engine, clock)
     clock.advance(4.5)
     await session.send(tokens=[(1, 5)])
     while not stream.ready:
         await stream.changed()
     clock.advance(0.6)  # 5.1 s since the welcome, 0.6 since the token
-    for _ in range(20):
-        await asyncio.sleep(0)
+    await _turns()
     assert (client.state, stream.error) == (ClientState.SERVING, None)
     clock.advance(4.5)
     await _turns()
@@ -190,12 +199,7 @@ async def test_silence_ends_the_session(folder: Path, engine: ScriptedEngine) ->
 async def test_what_waits_to_be_read_comes_before_silence(folder: Path, engine: ScriptedEngine) -> None:
     """Red if a frontend that stood still for a moment gives up an engine core whose sign of life it hasn't read yet."""
     clock = ManualClock()
-    client = EngineClient(f"unix:{folder / 'engine'}", engine_timeout=5.0, clock=clock)
-    await client.start()
-    await client.serving()
-    session = await engine.session()
-    stream = await client.submit(TextRequest([1]))
-    await session.next_add()
+    client, session, stream = await _waiting(folder, engine, clock)
     clock.advance(5.1)
     await _turns()
     await session.send(tokens=[(1, 5)])
@@ -219,8 +223,7 @@ async def test_a_late_timer_is_no_proof_of_silence(folder: Path, engine: Scripte
     await client.start()
     await client.serving()
     clock.advance(60.0)
-    for _ in range(20):
-        await asyncio.sleep(0)
+    await _turns()
     assert client.state is ClientState.SERVING
     clock.advance(5.0)
     await _turns()

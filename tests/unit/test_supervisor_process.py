@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-import engine_core.main
-import frontend.process
 from frontend.supervisor import MAX_RESTARTS, Finish, Supervisor
-from frontend.supervisor_process import LIFE, Command, Hands, Ready
+from frontend.supervisor_process import Command, Hands, Ready
+from telemetry.life import LIFE, show_life
 
 CORE, ONE = "engine core", "frontend 1"
 GUARD_S = 60.0
@@ -155,10 +154,7 @@ async def test_silence_is_counted_from_the_latest_sign_of_life() -> None:
     assert until - since < 1.4 * bound
 
 
-@pytest.mark.parametrize("show_life", [frontend.process.show_life, engine_core.main.show_life])
-async def test_processes_give_signs_that_are_understood(
-    show_life: Callable[[int, asyncio.AbstractEventLoop], None],
-) -> None:
+async def test_processes_give_signs_that_are_understood() -> None:
     """Red if a process writes another sign than the supervisor reads, which would kill it again and again."""
     reading, writing = os.pipe()
     before = time.monotonic()
