@@ -32,6 +32,8 @@ LISTENER_TIMEOUT_S = 1.0
 STATE_TIMEOUT_S = 1.0
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
+STARTING_BACKOFF_S = 0.2
+"""Where the engine core says that it is starting: whoever waits for it shouldn't wait for long after it."""
 TAKE_IN_S = 0.2
 """For what waits to be read, before silence counts."""
 LATE_S = 1.0
@@ -217,7 +219,8 @@ class EngineClient:
             had_session = self._session is not None
             unknown = ClientState.DEAD if self.info is not None else ClientState.CONNECTING
             await self._lose(state or unknown, reason)
-            backoff = FIRST_BACKOFF_S if had_session else min(2 * backoff, MAX_BACKOFF_S)
+            most = STARTING_BACKOFF_S if state is ClientState.STARTING else MAX_BACKOFF_S
+            backoff = FIRST_BACKOFF_S if had_session else min(2 * backoff, most)
             await self._clock.sleep(backoff)
 
     @contextlib.asynccontextmanager

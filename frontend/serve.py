@@ -67,8 +67,7 @@ def serve(given: Mapping[str, Value], config: Path | None, ready_fd: int | None)
 def _supervise(values: Mapping[str, Value], folder: Path, ready_fd: int | None) -> Finish:
     """Check every setting, then run the processes to their end. Raises ConfigError."""
     plan = make_plan(values, folder)
-    for argv in (plan.engine, *plan.frontends[:1]):
-        check_flags(argv)
+    check_flags(plan.engine, *plan.frontends[:1])
     for host, flag, port in plan.ports:
         check_port(host, flag, port)
     with contextlib.ExitStack() as held:
@@ -164,12 +163,24 @@ def _seconds(values: Mapping[str, Value], key: str) -> float:
         raise ConfigError(f"--{key.replace('_', '-')} is {values[key]!r}; it must be a number of seconds") from None
 
 
-def check_flags(argv: Sequence[str]) -> None:
-    """Let a process check its own flags, without starting anything. Raises ConfigError with what it says."""
-    result = subprocess.run([*argv, "--check-flags"], stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    if result.returncode != 0:
-        message = result.stderr.strip() or f"{' '.join(argv[3:])} --check-flags ended with {result.returncode}"
-        raise ConfigError(message.removeprefix("error: "))
+def check_flags(*commands: Sequence[str]) -> None:
+    """Let processes check their own flags, side by side, without starting anything. Raises ConfigError with what the
+    first that refuses says."""
+    checks = [
+        subprocess.Popen(
+            [*argv, "--check-flags"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for argv in commands
+    ]
+    said = [check.communicate()[1].strip() for check in checks]
+    for argv, check, message in zip(commands, checks, said, strict=True):
+        if check.returncode != 0:
+            reason = message or f"{' '.join(argv[3:])} --check-flags ended with {check.returncode}"
+            raise ConfigError(reason.removeprefix("error: "))
 
 
 # ------------------------------ processes

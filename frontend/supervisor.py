@@ -4,19 +4,21 @@ Pure: events and the time come in, instructions go out; nothing here starts, kil
 are `supervisor_process.py`'s. Knows processes by name only, never what they serve.
 
 The rules
-  * The engine core starts first; frontends start once it is ready. When all are ready for the first time, that is
-    announced once.
+  * The engine core starts first; frontends start at its first sign of life, since it listens by then, and get ready
+    while it loads. When all are ready for the first time, that is announced once.
   * A process that ends is started again, after a delay that doubles with every recent restart. Frontends outlive their
     engine core: they reconnect by themselves.
   * More than MAX_RESTARTS restarts of one process within RESTART_WINDOW_S: everything stops, exit status 1.
   * A process that ends with status 2 says that its settings can't be served: everything stops, exit status 2.
-  * A process that doesn't become ready in time, or shows no sign of life, is killed, and so restarted.
+  * A process that doesn't become ready in time, or shows no sign of life, is killed, and so restarted. A frontend's
+    time counts from when the engine core is ready.
   * The first signal drains: frontends finish what is open, then the engine core ends. The second stops at once.
 """
 
 from __future__ import annotations
 
 import enum
+import math
 import signal
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -131,6 +133,12 @@ class Supervisor:
     def begin(self, now: float) -> list[Instruction]:
         return [Say(f"starting the {self._core.name}"), self._start(self._core, now)]
 
+    def lives(self, name: str, now: float) -> list[Instruction]:
+        """The process gave its first sign of life; it may not be ready for long yet."""
+        if self._mode is not Mode.RUNNING or name != self._core.name:
+            return []
+        return self._start_frontends(now)
+
     def ready(self, name: str, now: float) -> list[Instruction]:
         """The process says that it serves."""
         process = self._processes[name]
@@ -139,7 +147,10 @@ class Supervisor:
         process.phase = Phase.SERVING
         out: list[Instruction] = []
         if process is self._core:
-            out += [self._start(frontend, now) for frontend in self._frontends if frontend.phase is Phase.IDLE]
+            out += self._start_frontends(now)
+            for frontend in self._frontends:
+                if frontend.phase is Phase.STARTING:
+                    frontend.deadline = now + frontend.start_bound
         if self._announced:
             out.append(Say(f"the {name} is serving again"))
         elif all(each.phase is Phase.SERVING for each in self._processes.values()):
@@ -185,7 +196,7 @@ class Supervisor:
         if self._mode is not Mode.RUNNING:
             if now < self._mode_deadline:
                 return []
-            self._mode_deadline = float("inf")
+            self._mode_deadline = math.inf
             return [Kill(each.name) for each in self._processes.values() if each.alive]
         out: list[Instruction] = []
         for process in self._processes.values():
@@ -206,8 +217,12 @@ class Supervisor:
     # ------------------------------ steps of the rules
 
     def _start(self, process: _Process, now: float) -> Start:
-        process.phase, process.deadline = Phase.STARTING, now + process.start_bound
+        awaits_core = process is not self._core and self._core.phase is not Phase.SERVING
+        process.phase, process.deadline = Phase.STARTING, math.inf if awaits_core else now + process.start_bound
         return Start(process.name)
+
+    def _start_frontends(self, now: float) -> list[Instruction]:
+        return [self._start(frontend, now) for frontend in self._frontends if frontend.phase is Phase.IDLE]
 
     def _kill(self, process: _Process, why: str) -> list[Instruction]:
         process.killed_for = why

@@ -129,8 +129,7 @@ class Hands:
         running = _Running(process, os.pidfd_open(process.pid), ready, alive)
         self._running[name] = running
         loop = asyncio.get_running_loop()
-        os.set_blocking(alive, False)
-        for fd, heard in ((ready, self._hear), (running.pidfd, self._reap)):
+        for fd, heard in ((ready, self._hear), (running.pidfd, self._reap), (alive, self._hear_first_sign)):
             os.set_blocking(fd, False)
             loop.add_reader(fd, heard, name, running)
 
@@ -166,6 +165,13 @@ class Hands:
                 self._ready[name] = message
                 self._watch(name, running)
                 self._carry_out(self._supervisor.ready(name, asyncio.get_running_loop().time()))
+
+    def _hear_first_sign(self, name: str, running: _Running) -> None:
+        """The alive pipe has a sign, or its other end is closed: the process is ending."""
+        asyncio.get_running_loop().remove_reader(running.alive_fd)
+        self._hear_life(running)
+        if running.heard:
+            self._carry_out(self._supervisor.lives(name, asyncio.get_running_loop().time()))
 
     def _hear_life(self, running: _Running) -> None:
         """Take in the signs of life that wait in the alive pipe.
@@ -216,6 +222,7 @@ class Hands:
 
     def _release(self, running: _Running) -> None:
         self._close_ready(running)
+        asyncio.get_running_loop().remove_reader(running.alive_fd)
         os.close(running.alive_fd)
         os.close(running.pidfd)
         if running.silence is not None:

@@ -12,8 +12,16 @@ import pytest
 import pytest_asyncio
 from greenlane.engine.v1 import engine_pb2 as pb
 
+from frontend.clock import SystemClock
 from frontend.engine_calls import connection_remedy
-from frontend.engine_client import TAKE_IN_S, ClientState, EngineClient, open_channel
+from frontend.engine_client import (
+    MAX_BACKOFF_S,
+    STARTING_BACKOFF_S,
+    TAKE_IN_S,
+    ClientState,
+    EngineClient,
+    open_channel,
+)
 from frontend.request import ApiError, Code, TextRequest
 from frontend.streams import RequestStream
 from tests.unit.client_rig import ManualClock, connected_client, failure, state_of
@@ -122,6 +130,41 @@ async def test_a_core_that_takes_no_session_says_why(folder: Path) -> None:
         engine.refusal = ""
         await state_of(client, ClientState.SERVING)
         await client.close()
+
+
+class Naps(SystemClock):
+    """The machine's clock; notes how long each sleep between two attempts was to last, and keeps it short."""
+
+    def __init__(self) -> None:
+        self.lasted: list[float] = []
+        self.enough = asyncio.Event()
+
+    async def sleep(self, seconds: float) -> None:
+        if seconds < HELLO_S:
+            self.lasted.append(seconds)
+            if len(self.lasted) == 12:
+                self.enough.set()
+        await super().sleep(min(seconds, 0.01))
+
+
+HELLO_S = 4.0
+"""Below it: waits between two attempts; the watch over a session takes longer."""
+
+
+@pytest.mark.parametrize(
+    ("state", "most"), [(pb.ENGINE_STATE_STARTING, STARTING_BACKOFF_S), (pb.ENGINE_STATE_DEAD, MAX_BACKOFF_S)]
+)
+async def test_a_starting_core_is_asked_often(folder: Path, state: int, most: float) -> None:
+    """Red if a frontend that waits for its core to load looks for it as rarely as for one that has failed: serving
+    would begin up to MAX_BACKOFF_S later; or if one that has failed is asked as often."""
+    engine, clock = ScriptedEngine(info(state=state)), Naps()
+    engine.refusal = "not now"
+    async with listening(engine, folder / "engine"):
+        client = EngineClient(f"unix:{folder / 'engine'}", clock=clock)
+        await client.start()
+        await clock.enough.wait()
+        await client.close()
+    assert max(clock.lasted) == most
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,17 @@ class Workspace:
 class Graph:
     def __init__(self) -> None:
         self.replays = 0
+        self.capturing: list[bool] = []
+        GRAPHS.append(self)
+
+    def capture_begin(self, *, pool: int, capture_error_mode: str) -> None:
+        self.capturing.append(True)
+
+    def capture_end(self) -> None:
+        self.capturing.append(False)
+
+
+GRAPHS: list[Graph] = []
 
 
 def replay(graph: Graph) -> None:
@@ -39,8 +50,8 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> graphs.GraphPool:
         graph_pool_handle=lambda: 1,
         stream=nullcontext,
         CUDAGraph=Graph,
-        graph=lambda graph, **options: nullcontext(),
     )
+    GRAPHS.clear()
     monkeypatch.setattr(graphs, "_cuda", fake)
     monkeypatch.setattr(torch._C, "_CUDAGraph", SimpleNamespace(replay=replay), raising=False)
     return graphs.GraphPool()
@@ -76,6 +87,19 @@ def test_a_rehearsal_stands_for_the_eager_run(pool: graphs.GraphPool) -> None:
     forward = Forward(ran.append, 36)
     pool.capture(stream, forward, forward.rehearse)
     assert ran == [1, 36]
+
+
+def test_s3_a_work_that_fails_leaves_no_stream_in_capture(pool: graphs.GraphPool) -> None:
+    """Red when an error of the work skips the end of the capture: everything later on that stream would fail too."""
+    stream: Any = SimpleNamespace(synchronize=lambda: None)
+
+    def fail() -> None:
+        if GRAPHS[-1].capturing:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError, match="not permitted"):
+        pool.capture(stream, fail)
+    assert GRAPHS[-1].capturing == [True, False]
 
 
 class ScriptedPool:

@@ -44,7 +44,8 @@ def serving(*frontends: str) -> Supervisor:
 
 
 def test_frontends_start_after_the_core_and_ready_is_announced_once() -> None:
-    """Red if frontends start before their core is ready, or if a part of the system is announced as the whole."""
+    """Red if a core that is ready before its first sign of life is heard gets no frontends, or if a part of the system
+    is announced as the whole."""
     supervisor = Supervisor(CORE, (ONE, TWO), BOUNDS)
     assert acts(supervisor.begin(0.0)) == [Start(CORE)]
     assert acts(supervisor.ready(CORE, 1.0)) == [Start(ONE), Start(TWO)]
@@ -53,6 +54,35 @@ def test_frontends_start_after_the_core_and_ready_is_announced_once() -> None:
     supervisor.exited(ONE, -9, 4.0)
     supervisor.tick(4.0 + FIRST_DELAY_S)
     assert acts(supervisor.ready(ONE, 5.0)) == []
+
+
+def test_frontends_get_ready_while_the_core_loads() -> None:
+    """Red if frontends start before their core listens, or only once it is ready; if one that waits for its core is
+    killed for that, or one that doesn't get ready behind it never is."""
+    supervisor = Supervisor(CORE, (ONE, TWO), BOUNDS)
+    supervisor.begin(0.0)
+    assert supervisor.lives(ONE, 0.5) == []
+    assert acts(supervisor.lives(CORE, 1.0)) == [Start(ONE), Start(TWO)]
+    assert supervisor.lives(CORE, 2.0) == []
+    assert supervisor.tick(BOUNDS[CORE] - 1.0) == []
+    assert supervisor.next_deadline() == BOUNDS[CORE]
+    assert acts(supervisor.ready(CORE, 500.0)) == []
+    assert acts(supervisor.ready(ONE, 501.0)) == []
+    assert supervisor.next_deadline() == 500.0 + BOUNDS[TWO]
+    assert acts(supervisor.tick(500.0 + BOUNDS[TWO])) == [Kill(TWO)]
+
+
+def test_a_frontend_that_fails_while_the_core_loads_is_started_again() -> None:
+    """Red if its delay is forgotten when the core becomes ready, or its new start has no bound behind that."""
+    supervisor = Supervisor(CORE, (ONE,), BOUNDS)
+    supervisor.begin(0.0)
+    supervisor.lives(CORE, 1.0)
+    supervisor.exited(ONE, 1, 2.0)
+    supervisor.ready(CORE, 2.0)
+    assert supervisor.next_deadline() == 2.0 + FIRST_DELAY_S
+    assert supervisor.tick(2.1) == []
+    assert supervisor.tick(2.0 + FIRST_DELAY_S) == [Start(ONE)]
+    assert supervisor.next_deadline() == 2.0 + FIRST_DELAY_S + BOUNDS[ONE]
 
 
 def test_a_restarted_core_leaves_its_frontends_running() -> None:

@@ -10,6 +10,8 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -106,6 +108,26 @@ async def test_starts_announces_drains_and_leaves_nothing() -> None:
     assert all(gone(pid) for pid in run.pids.values())
     assert len(os.listdir("/proc/self/fd")) == descriptors
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+async def test_frontends_start_at_the_first_sign_of_life() -> None:
+    """Red if they start only once the core is ready: this one gets ready when its frontend runs."""
+    waits = SERVES.replace("os.write(fd", "signal.pause()\nwhile not READY:\n    signal.pause()\nos.write(fd")
+    with TemporaryDirectory() as folder:
+        mark = Path(folder) / "frontend runs"
+        core = waits.replace("READY", f"os.path.exists({str(mark)!r})")
+        run = Run({CORE: core, ONE: f"open({str(mark)!r}, 'w')\n{SERVES}"})
+        assert await run() == Finish(0, "stopped by signal")
+        assert run.ready.keys() == {CORE, ONE}
+
+
+async def test_a_core_that_ends_before_any_sign_starts_nothing() -> None:
+    """Red if the end of the pipe counts as a sign."""
+    with TemporaryDirectory() as folder:
+        mark = Path(folder) / "frontend runs"
+        run = Run({CORE: ENDS_WITH.format(status=2), ONE: f"open({str(mark)!r}, 'w')\n{SERVES}"})
+        assert (await run()).status == 2
+        assert not mark.exists()
 
 
 async def test_a_killed_process_is_started_again_with_what_it_announced() -> None:

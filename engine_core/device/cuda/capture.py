@@ -112,6 +112,7 @@ class Capture:
                 work.ragged[rows, tokens] = self._replay(
                     pool, work.stream, forward, f"{tokens} tokens behind {rows} rows"
                 )
+            _cuda.empty_cache()  # what rehearsals took on this stream serves no other
 
     def decode(self) -> dict[int | None, dict[int, Replay]]:
         """By the partition in force beside a prefill, None: none; the same graphs where there is none to keep to."""
@@ -125,11 +126,12 @@ class Capture:
 
     def _decode(self, stream: Any, sms: int, attention: DecodeAttention, *, bound: bool = False) -> dict[int, Replay]:
         opened, multiply = self._opened, self._opened.multiply(sms)
-        steps = {rows: decode(opened, rows, attention, multiply, self._kv) for rows in reversed(opened.row_buckets)}
-        return {
-            rows: self._replay(self._primary, stream, step, f"{rows} decode rows", bound=bound)
-            for rows, step in steps.items()
-        }
+        replays = {}
+        for rows in reversed(opened.row_buckets):
+            step = decode(opened, rows, attention, multiply, self._kv)
+            replays[rows] = self._replay(self._primary, stream, step, f"{rows} decode rows", bound=bound)
+        _cuda.empty_cache()
+        return replays
 
     def heads(self) -> None:
         """By partition, as `decode`: draws of the whole card would wait for thread blocks of the prefill."""
@@ -142,7 +144,9 @@ class Capture:
 
     def _heads(self, stream: Any, sms: int, *, bound: bool = False) -> dict[int, Replay]:
         opened, multiply = self._opened, self._opened.multiply(sms)
-        return {
-            rows: self._replay(self._primary, stream, head(opened, rows, multiply), f"{rows} draws", bound=bound)
-            for rows in reversed(opened.row_buckets)
-        }
+        replays = {}
+        for rows in reversed(opened.row_buckets):
+            draw = head(opened, rows, multiply)
+            replays[rows] = self._replay(self._primary, stream, draw, f"{rows} draws", bound=bound)
+        _cuda.empty_cache()
+        return replays

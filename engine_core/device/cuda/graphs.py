@@ -101,12 +101,16 @@ class GraphPool:
         Returns what replays it on torch's current stream, and keeps the work alive: a graph names the buffers that its
         work closed over by their addresses, holding none of them. The caller owns synchronization before and after.
         """
+        graph = _cuda.CUDAGraph()
         with _cuda.stream(stream):
             (rehearse or work)()
-        stream.synchronize()
-        graph = _cuda.CUDAGraph()
-        with _cuda.graph(graph, stream=stream, pool=self._pool, capture_error_mode="thread_local"):
-            work()
+            stream.synchronize()
+            # `torch.cuda.graph` would also give back all unused memory, of the device and pinned: some ms each time
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
         # torch's own method around it looks up devices and streams, which the launch doesn't need
         return _Replay(torch._C._CUDAGraph.replay, graph).keeping(work)
 

@@ -30,7 +30,7 @@ CONTEXT_ROWS, CONTEXT, LANE_CONTEXT = 32, 2048, 512
 READING_ROWS = (16, 32, 64)
 """At which the reading of KV on a partition is measured, as far as there are so many."""
 BESIDE_TOKENS = 2048
-"""Of the prefill that decode steps are measured beside."""
+"""Of the prefill that decode steps are measured beside, as far as a batch may have so many."""
 BESIDE_ROWS = (1, 4, 16, 32, 64, 128, 256, 512)
 """And rows of those steps, as far as there are so many; the next larger speak for others."""
 MOST_HISTORY_TOKENS = 512
@@ -117,45 +117,62 @@ class _Meter:
         step = self._decode_step(None, self._rows)
         without_us = self._us(step)
         with self._reading(self._rows, CONTEXT) as tokens:
-            return 1e3 * max(1, self._us(step) - without_us) / tokens
+            return 1e3 * max(1, self._us(step) - without_us) / (self._rows * tokens)
 
     def _decode_step(self, partition: int | None, rows: int) -> Callable[[], None]:
         return self._step(self._decoding[partition][rows], rows, partition)
 
     def partition(self, index: int) -> PartitionTimes:
         """What decode and prefill take side by side, with that partition in force."""
-        work = self._opened.prefills[index]
-
-        def beside(rows: int, repeats: int) -> int:
-            with self._prefilling(work):
-                return self._us(self._decode_step(index, rows), repeats)
-
-        def reading_ns(rows: int, without_us: int) -> float:
-            with self._reading(rows, CONTEXT) as tokens:
-                return 1e3 * max(1, beside(rows, 2) - without_us) / tokens
-
-        decode = {rows: beside(rows, 2) for rows in self._beside_rows()}
-        few = [rows for rows in decode if rows in READING_ROWS] or [max(decode)]
+        work, rows = self._opened.prefills[index], self._beside_rows()
+        steps = {count: self._decode_step(index, count) for count in rows}
+        decode = self._beside(work, steps)
+        few = [count for count in rows if count in READING_ROWS] or rows[-1:]
+        with self._reading(few[-1], CONTEXT) as tokens:
+            reading = self._beside(work, {count: steps[count] for count in few})
         return PartitionTimes(
             decode=list(decode.items()),
             prefill=self._prefill_times(work, self._decode_step(index, self._rows)),
-            reading=[(rows, reading_ns(rows, decode[rows])) for rows in few],
+            reading=[(count, 1e3 * max(1, us - decode[count]) / (count * tokens)) for count, us in reading.items()],
         )
 
     def _beside_rows(self) -> list[int]:
         rows = self._opened.row_buckets
         return [count for count in rows if count in BESIDE_ROWS or count == rows[-1]]
 
-    def _prefilling(self, work: LaneWork) -> _Prefilling:
-        return _Prefilling(work, bucket_of(self._opened.lane_sizes, min(BESIDE_TOKENS, self._opened.lane_sizes[-1])))
+    def _beside(self, work: LaneWork, steps: dict[int, Callable[[], None]]) -> dict[int, int]:
+        """Steps beside a prefill on its lane, as many beside one as it has time for."""
+        probe, out = self._probe, {}
+        for rows, step in steps.items():
+            alone = True
+            while alone:
+                fresh = work.stream.query()
+                if fresh:
+                    self._plan(work, 0, probe)
+                    self._launch(work, probe)
+                out[rows] = self._us(step, 2)
+                alone = work.stream.query() and not fresh
+        work.stream.synchronize()
+        return out
+
+    @property
+    def _probe(self) -> int:
+        """Tokens of the prefill beside which steps are measured."""
+        sizes = self._opened.lane_sizes
+        return bucket_of(sizes, min(BESIDE_TOKENS, sizes[-1]))
+
+    @staticmethod
+    def _launch(work: LaneWork, tokens: int) -> None:
+        """The planned prefill, on its lane."""
+        with _cuda.stream(work.stream):
+            work.ragged[0, tokens]()
 
     def _prefill_times(self, work: LaneWork, decode: Callable[[], None]) -> list[tuple[int, int]]:
         """Alone on the partition, times what whole decode steps beside it make of a large one: they share memory.
 
         Those that are longer than that one grow with their tokens as on the first partition.
         """
-        sizes = self._opened.lane_sizes
-        probe = bucket_of(sizes, min(BESIDE_TOKENS, sizes[-1]))
+        sizes, probe = self._opened.lane_sizes, self._probe
         alone = {tokens: self._prefill_us(work, tokens, None) for tokens in sizes if tokens <= probe}
         if not self._growth:
             long = (tokens for tokens in sizes if tokens > probe)
@@ -169,8 +186,7 @@ class _Meter:
         """A prefill on its lane, alone or beside decode steps."""
         self._plan(work, 0, tokens)
         began = time.perf_counter()
-        with _cuda.stream(work.stream):
-            work.ragged[0, tokens]()
+        self._launch(work, tokens)
         if decode is not None:
             self._until_done(work, decode)
         work.stream.synchronize()
@@ -192,7 +208,7 @@ class _Meter:
 
     @contextmanager
     def _reading(self, rows: int, context: int) -> Iterator[int]:
-        """Decode steps of so many rows read so many tokens of KV each, or what there is; all of them together.
+        """Decode steps of up to so many rows read so many tokens of KV for each, or what there is: how many.
 
         Pages lie as rows that grow side by side take them.
         """
@@ -202,7 +218,7 @@ class _Meter:
         opened.page_table[:rows, :pages] = table.view(pages, rows).T
         self._stage_rows(np.arange(rows), pages * PAGE - 1)
         _cuda.synchronize()
-        yield rows * pages * PAGE
+        yield pages * PAGE
         opened.page_table.zero_()
         self._stage_rows(np.full(rows, -1), 0)
         _cuda.synchronize()
@@ -235,20 +251,3 @@ class _Meter:
         with _cuda.stream(work.stream):
             work.prefill.plan([start], [tokens], [pages], bucket=tokens)
         work.stream.synchronize()
-
-
-class _Prefilling:
-    """A prefill that runs on its lane until the block ends."""
-
-    def __init__(self, work: LaneWork, tokens: int) -> None:
-        self._work = work
-        self._tokens = tokens
-
-    def __enter__(self) -> None:
-        with _cuda.stream(self._work.stream):
-            pages = [np.zeros(-(-self._tokens // PAGE), np.int32)]
-            self._work.prefill.plan([0], [self._tokens], pages, bucket=self._tokens)
-            self._work.ragged[0, self._tokens]()
-
-    def __exit__(self, *_: object) -> None:
-        self._work.stream.synchronize()

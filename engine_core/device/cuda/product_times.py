@@ -37,11 +37,16 @@ class ProductTimes:
     def __init__(self, primary: Any) -> None:
         """`primary`: the stream that decode graphs are replayed on."""
         self._primary = primary
+        self._pool = GraphPool()
+        """Of one shape's products, which run one at a time."""
+        self._shape: tuple[int, ...] = ()
+        self._latest: Replay | None = None
+        """A pool may be used again for as long as one of its graphs lives."""
         self._loads: dict[int, Replay] = {}
         """By the neighbour's stream."""
 
     def alone(self, group: Wanted, rows: int, problem: Problem, algorithm: Algorithm) -> float:
-        replay, count = _capture(group, rows, problem, algorithm)
+        replay, count = self._capture(group, rows, problem, algorithm)
         with _cuda.stream(group.stream):
             repeats = max(1, min(50, round(MEASURE_S / _timed(group.stream, replay, 1))))
             return min(_timed(group.stream, replay, repeats) for _ in range(2)) / count
@@ -50,7 +55,7 @@ class ProductTimes:
         neighbour = group.neighbour
         if neighbour is None:
             raise ValueError("a lane that shares the card with none has nothing beside it")
-        own, _ = _capture(group, rows, problem, algorithm)
+        own, _ = self._capture(group, rows, problem, algorithm)
         load = self.load(neighbour)
         pair = (group.stream, own, load) if neighbour.decodes else (neighbour.stream, load, own)
         prefill_s, decode_s = self.side_by_side(*pair)
@@ -91,21 +96,26 @@ class ProductTimes:
         count = max(1, len(ends) - 2)
         return took / repeats, 1e-3 * float(begin.elapsed_time(ends[count - 1])) / count
 
+    def _capture(self, group: Wanted, rows: int, problem: Problem, algorithm: Algorithm) -> tuple[Replay, int]:
+        """What replays some products, and how many."""
+        weights = group.weights
+        size = weights.matrices[0].numel() * 2
+        count = 1 if rows >= LONG_ROWS else min(len(weights.matrices), max(1, -(-COLD_BYTES // size)))
+        x = _random(rows, weights)
 
-def _capture(group: Wanted, rows: int, problem: Problem, algorithm: Algorithm) -> tuple[Replay, int]:
-    """What replays some products, and how many."""
-    weights = group.weights
-    size = weights.matrices[0].numel() * 2
-    count = 1 if rows >= LONG_ROWS else min(len(weights.matrices), max(1, -(-COLD_BYTES // size)))
-    x = _random(rows, weights)
+        def work() -> None:
+            for index in range(count):
+                bias = None if weights.biases is None else weights.biases[index]
+                problem.launch(algorithm, x, weights.matrices[index], bias)
 
-    def work() -> None:
-        for index in range(count):
-            bias = None if weights.biases is None else weights.biases[index]
-            problem.launch(algorithm, x, weights.matrices[index], bias)
-
-    group.stream.wait_stream(_cuda.current_stream())
-    return GraphPool().capture(group.stream, work), count
+        shape = int(group.stream.cuda_stream), rows, *weights.matrices[0].shape
+        if self._shape != shape:
+            self._shape = shape
+            self._pool, self._latest = GraphPool(), None
+            _cuda.empty_cache()
+        group.stream.wait_stream(_cuda.current_stream())
+        self._latest = self._pool.capture(group.stream, work)
+        return self._latest, count
 
 
 def _random(rows: int, weights: Weights) -> torch.Tensor:
