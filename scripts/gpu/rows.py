@@ -7,10 +7,13 @@ ITL p99 <= 10 ms and TTFT p99 <= 300 ms.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
+
+import httpx
 
 from scripts.gpu.options import ROOT, Mode, Options, parse_mode, server_flags
 from scripts.serving import ServeError, Serving, served
@@ -20,6 +23,7 @@ ROWS = ("c1", "c8", "c16", "c32", "c64", "c128", "8/s", "16/s", "24/s", "goodput
 SERVE_LOAD = ROOT / "scripts" / "bench" / "serve_load.py"
 ROW_GUARD_S = 180.0
 ITL_MS, TTFT_MS = 10.0, 300.0
+WAYS = re.compile(r'^greenlane_engine_prefills_total\{.*way="(\w+)".*\} (\S+)$', re.MULTILINE)
 
 
 def run(options: Options) -> Iterator[dict[str, Any]]:
@@ -54,10 +58,18 @@ def measure(options: Options, server: Serving, mode: Mode, row: str) -> dict[str
         arguments.append(f"--rate={row.partition('/')[0]}")
     if options.shape == "tiny":
         arguments += ["--input=64", "--vocab=4000"]
+    before = prefills(server)
     measured = load(arguments)
     if row.startswith("goodput@") and "error" not in measured:
         measured["good"] = measured["itl_p99_ms"] <= ITL_MS and measured["ttft_p99_ms"] <= TTFT_MS
+    measured["prefills"] = {way: count - before[way] for way, count in prefills(server).items()}
     return {"label": mode.label, **measured}
+
+
+def prefills(server: Serving) -> dict[str, int]:
+    """Launches of prompt tokens so far, by the way that they were computed."""
+    page = httpx.get(f"{server.http}/metrics", trust_env=False).text
+    return {way: round(float(count)) for way, count in WAYS.findall(page)}
 
 
 def load(arguments: list[str]) -> dict[str, Any]:
