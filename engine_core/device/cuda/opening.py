@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +188,8 @@ def _decoder(
     )
     progress("load kernels", 0, 1)
     cache = CodeCache(CODE_FOLDER)
-    kernels = CudaKernels(cache, lambda: int(_cuda.current_stream().cuda_stream))
+    # torch's own method makes an object of the stream first, which takes longer than a launch
+    kernels = CudaKernels(cache, partial(torch._C._cuda_getCurrentRawStream, device.index))
     rope = _rope(model, _max_model_len(config, model)).to(device)
     decoder = CudaDecoder(model, parameters, kernels, shape, rope, page_table)
     progress("load kernels", 1, 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,6 +80,7 @@ class CublasLt:
         self._library.cublasLtGetVersion.restype = ctypes.c_size_t
         self.version = int(self._library.cublasLtGetVersion())
         self.sms = sms
+        self.current_stream = partial(torch._C._cuda_getCurrentRawStream, _cuda.current_device())
         self.handle = ctypes.c_void_p()
         self.call("cublasLtCreate", ctypes.byref(self.handle))
         self._problems: dict[Product, Problem] = {}
@@ -224,6 +226,6 @@ class Problem:
             *(ctypes.byref(self._zero), ctypes.c_void_p(y.data_ptr()), description.y),
             *(ctypes.c_void_p(y.data_ptr()), description.y),
             *(ctypes.byref(code), ctypes.c_void_p(workspace.data_ptr())),
-            *(ctypes.c_size_t(algorithm.workspace), ctypes.c_void_p(int(_cuda.current_stream().cuda_stream))),
+            *(ctypes.c_size_t(algorithm.workspace), ctypes.c_void_p(self._library.current_stream())),
         )
         return y
