@@ -1,16 +1,17 @@
 """How many prompt tokens a step computes, and on which lane: pure functions of the load and of measured step times.
 
 Owns the choice that `--decode-overlap` names. `off`, `stream` and `green` are fixed; `auto` asks `StepTimes` what each
-way would take and picks the one that finishes the prompt soonest while decode rows keep their target, among nearly
-equal ones the gentlest to decode:
+way would take. Of those that finish the prompts soon and with which decode rows keep their target it picks the one with
+which everybody together waits least:
 
 * no decode rows: the whole GPU, in chunks that soon let the first rows decode;
 * a chunk in the decode rows' own forward, of the largest size whose step stays within the target;
 * a batch on the prefill lane, with each partition on which decode stays within the target.
 
 Where nothing stays within the target, or prompts pile up so that the last would wait longer than the target of the time
-to first token, the way with the shortest decode step is taken with which it doesn't, or else the fastest: prompts
-always get on, and under such a load a decode step costs more, but everybody's answer is sooner complete.
+to first token, ways are looked at with which it doesn't: the one with the shortest decode step is taken, for several
+prompts without an ITL target again that with which all wait least; or else the fastest. So prompts always get on, and
+under such a load a decode step costs more, but everybody's answer is sooner complete.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ TTFT_TARGET_MS = 400.0
 """Without `--ttft-target-ms` and `--itl-target-ms`: how long prompts may take, all that wait together."""
 MARGIN = 0.96
 """Of `--itl-target-ms`, for what the model doesn't know."""
-TIE, TIE_US = 1.05, 3000.0
-"""Ways that take up to so many times as long as the fastest, or so much longer, count as equal: the one with the
-shortest decode step is taken. Short prompts gain little from a larger share of the GPU; decode loses all the same."""
+SOON, SOON_US = 1.05, 12000.0
+"""Ways that take up to so many times as long as the fastest, or so much longer, are soon enough."""
+PROMPT_WEIGHT = 2.0
+"""A prompt's wait for its first token counts so many times as much as a decode row's for its next ones."""
 DELIVERY_US, ROW_DELIVERY_US = 350.0, 4.0
 """Clients see so much more than what is predicted, and so much for each row: what it takes to bring a step's tokens to
 them varies, they go out one row after another, and the longest steps beside a prefill take longer than the median."""
@@ -123,7 +125,7 @@ class AutoPolicy:
         target = self.target(load) - DELIVERY_US - ROW_DELIVERY_US * load.rows
         lanes = [self._lane(load, partition) for partition in self.model.partitions]
         ways = self._kept_chunk(load, target) + [lane for lane in lanes if lane.step_us <= target]
-        if ways and self._soon_enough(load, way := self._best(ways)):
+        if ways and self._soon_enough(load, way := self._best(load, ways)):
             return way.choice
         return self._patient(load, [*ways, *self._chunks(load), *lanes]).choice
 
@@ -131,10 +133,17 @@ class AutoPolicy:
         alone_on_lane = way.choice.way is Way.LANE and load.remaining <= load.first
         return way.us <= self._patience_us or (alone_on_lane and self._lone_prompts_wait)
 
-    def _best(self, ways: list[_Prospect]) -> _Prospect:
+    def _best(self, load: Load, ways: list[_Prospect]) -> _Prospect:
         soonest = min(way.us for way in ways)
-        soon = max(TIE * soonest, soonest + TIE_US)
-        return min((way for way in ways if way.us <= soon), key=lambda way: way.step_us)
+        soon = max(SOON * soonest, soonest + SOON_US)
+        return min((way for way in ways if way.us <= soon), key=lambda way: self._waits(load, way))
+
+    def _waits(self, load: Load, way: _Prospect) -> float:
+        """What all wait together until the prompts are computed: decode rows for what is added to their steps, prompts
+        for their first tokens, which come one after another."""
+        added = load.rows * max(0.0, 1 - self.model.decode(load) / way.step_us)
+        prompts = load.remaining / load.first
+        return way.us * (added + PROMPT_WEIGHT * (prompts + 1) / 2)
 
     def target(self, load: Load) -> float:
         """What a decode step may take."""
@@ -181,9 +190,14 @@ class AutoPolicy:
         return max(us, self.model.mixed(load, chunk)) + self.model.decode(load)
 
     def _patient(self, load: Load, ways: list[_Prospect]) -> _Prospect:
-        """The way with the shortest decode step with which nobody waits too long, or else the fastest."""
+        """Of the ways with which nobody waits too long the gentlest to decode or, where several prompts wait and no ITL
+        target was given, the one with which all wait least; or else the fastest."""
         patient = [way for way in ways if self._soon_enough(load, way)]
-        return min(patient, key=lambda way: way.step_us) if patient else min(ways, key=lambda way: way.us)
+        if not patient:
+            return min(ways, key=lambda way: way.us)
+        if load.remaining > load.first and self._target_us is None:
+            return min(patient, key=lambda way: self._waits(load, way))
+        return min(patient, key=lambda way: way.step_us)
 
     def _chunks(self, load: Load) -> list[_Prospect]:
         """Every size that is no larger than what completes all prompts, whatever it makes of a decode step."""

@@ -77,9 +77,10 @@ def test_where_nothing_keeps_the_target_prompts_still_get_on() -> None:
 
 def test_where_prompts_pile_up_chunks_grow() -> None:
     """40960 waiting tokens can't be computed in 400 ms: the fastest way is taken. 13000 take 0.3 s in chunks of 1024
-    and longer in smaller ones. Red when a backlog is ignored without an ITL target, or breaks one that stands alone."""
+    and 0.35 in chunks of 512, which cost decode nearly as much in all. Red when a backlog is ignored without an ITL
+    target, or breaks one that stands alone; or when all wait longer so that single steps be shorter."""
     assert auto().choose(load(remaining=40_960)) == Choice(2048, Way.MIXED)
-    assert auto(ttft_ms=400).choose(load(remaining=13_000)) == Choice(512, Way.MIXED)
+    assert auto(ttft_ms=400).choose(load(remaining=13_000)) == Choice(1024, Way.MIXED)
     assert auto(4.5).choose(load(remaining=40_960)) == Choice(32, Way.MIXED)
 
 
@@ -282,6 +283,15 @@ def test_a_short_prompt_s_few_ms_count_as_nothing() -> None:
     )
     assert auto(6.0, times).choose(load(remaining=512)).partition == 1
     assert auto(6.0, times).choose(load(remaining=4096)).partition == 0
+
+
+@pytest.mark.parametrize(("rows", "partition"), [(1, 0), (16, 1)])
+def test_what_all_wait_decides_among_ways_that_are_soon(rows: int, partition: int) -> None:
+    """A prompt of 1024 tokens is done after 42 ms beside steps of 4.7 ms, or after 47 beside 4.2. Red when a prompt
+    keeps sixteen decode rows waiting for its own few ms, or one row keeps the prompt."""
+    times = pretended_times(64, 2)
+    times = replace(times, mixed=[(count, tokens, 99 * us) for count, tokens, us in times.mixed])
+    assert auto(6.0, times).choose(load(rows, remaining=1024)) == Choice(2048, Way.LANE, partition)
 
 
 def test_rows_between_two_measured_counts_take_what_the_larger_does() -> None:
