@@ -9,9 +9,9 @@ which everybody together waits least:
 * a batch on the prefill lane, with each partition on which decode stays within the target.
 
 Where nothing stays within the target, or prompts pile up so that the last would wait longer than the target of the time
-to first token, ways are looked at with which it doesn't: the one with the shortest decode step is taken, for several
-prompts without an ITL target again that with which all wait least; or else the fastest. So prompts always get on, and
-under such a load a decode step costs more, but everybody's answer is sooner complete.
+to first token, ways are looked at with which it doesn't: the one with the shortest decode step is taken, or, of a pile,
+again that with which all wait least; without any, the fastest. So prompts always get on, and under such a load a decode
+step costs more, but everybody's answer is sooner complete.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ class AutoPolicy:
         ways = self._kept_chunk(load, target) + [lane for lane in lanes if lane.step_us <= target]
         if ways and self._soon_enough(load, way := self._best(load, ways)):
             return way.choice
-        return self._patient(load, [*ways, *self._chunks(load), *lanes]).choice
+        pile = bool(ways) and load.remaining > load.first
+        return self._patient(load, [*ways, *self._chunks(load), *lanes], pile=pile).choice
 
     def _soon_enough(self, load: Load, way: _Prospect) -> bool:
         alone_on_lane = way.choice.way is Way.LANE and load.remaining <= load.first
@@ -189,15 +190,13 @@ class AutoPolicy:
             us += load.remaining / 2 / tokens * self.model.mixed(there, tokens)
         return max(us, self.model.mixed(load, chunk)) + self.model.decode(load)
 
-    def _patient(self, load: Load, ways: list[_Prospect]) -> _Prospect:
-        """Of the ways with which nobody waits too long the gentlest to decode or, where several prompts wait and no ITL
-        target was given, the one with which all wait least; or else the fastest."""
+    def _patient(self, load: Load, ways: list[_Prospect], *, pile: bool) -> _Prospect:
+        """Of the ways with which nobody waits too long the gentlest to decode, with a pile that with which all wait
+        least; or else the fastest."""
         patient = [way for way in ways if self._soon_enough(load, way)]
         if not patient:
             return min(ways, key=lambda way: way.us)
-        if load.remaining > load.first and self._target_us is None:
-            return min(patient, key=lambda way: self._waits(load, way))
-        return min(patient, key=lambda way: way.step_us)
+        return min(patient, key=lambda way: self._waits(load, way) if pile else way.step_us)
 
     def _chunks(self, load: Load) -> list[_Prospect]:
         """Every size that is no larger than what completes all prompts, whatever it makes of a decode step."""

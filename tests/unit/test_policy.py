@@ -118,6 +118,18 @@ def test_where_nothing_keeps_the_target_a_lone_prompt_waits_for_the_gentlest_lan
     assert auto(times=slow, ttft_ms=400).choose(load()) == Choice(BUDGET, Way.LANE, 0)
 
 
+def test_where_nothing_keeps_the_target_several_prompts_wait_for_the_gentlest_way_too() -> None:
+    """Two prompts are done after 0.23 s beside steps of 9 ms, or after 0.33 s beside 8.6. Red when decode, which misses
+    its target already, is slowed down further for prompts that don't wait too long."""
+    times = pretended_times(64, 2)
+    lanes = [
+        replace(lane, decode=[(rows, us) for rows, _ in lane.decode], prefill=[(BUDGET, prefill_us)])
+        for lane, us, prefill_us in zip(times.partitions, (9000, 8600), (100_000, 150_000), strict=True)
+    ]
+    slow = replace(times, partitions=lanes, mixed=[(rows, tokens, 9 * us) for rows, tokens, us in times.mixed])
+    assert auto(times=slow).choose(load(remaining=2 * BUDGET)) == Choice(BUDGET, Way.LANE, 1)
+
+
 def test_long_contexts_shrink_the_chunk() -> None:
     """Red when reading the decode rows' KV, or the chunk's own history, isn't counted."""
     model = auto(9.3).model
