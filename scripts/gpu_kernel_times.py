@@ -20,6 +20,7 @@ from torch.nn import functional
 from engine_core.ops.cuda import linear as linear_module
 from engine_core.ops.cuda.attention import Cut, DecodeAttention
 from engine_core.ops.cuda.cublaslt import Algorithm, CublasLt, Problem, Product
+from engine_core.ops.cuda.flashinfer_kernel import paged_run
 from engine_core.ops.cuda.layer import AddRmsNorm, RopeAndStore, SiluMul
 from engine_core.ops.cuda.linear import Epilogue, LinearWeights, SkinnyLinear, Tile
 from engine_core.ops.cuda.nvrtc import CudaKernels
@@ -284,9 +285,8 @@ def time_prefill(cache: Path) -> Iterable[Row]:
     for start, length in chunks:
         for cut, branch in (("whole", None), ("cut", _cuda.Stream())):
             limits, lane = PrefillLimits(4, length, 1024), LaneSms(sms(), sms())
-            prefill = PagedPrefill(
-                heads, limits, heads.head_dim**-0.5, lane, make_kernels(cache), DEVICE, branch=branch
-            )
+            kernels, run = make_kernels(cache), paged_run(heads.head_dim, cache)
+            prefill = PagedPrefill(heads, limits, heads.head_dim**-0.5, lane, kernels, run, DEVICE, branch=branch)
             plan_us = []
             for _ in range(10):
                 torch.cuda.synchronize()

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from engine_core.ops.cuda import reference
+from engine_core.ops.cuda.flashinfer_kernel import paged_run
 from engine_core.ops.cuda.layer import Heads
 from engine_core.ops.cuda.prefill import LaneSms, PagedPrefill, PrefillLimits
 from scripts.gpu_kernel_cases import (
@@ -39,9 +40,8 @@ def check_prefill(cache: Path) -> Measured:
         for of_lane, branch in ((sms(), _cuda.Stream()), (84, None), (8, None)):
             lane = LaneSms(sms(), of_lane)
             limits = PrefillLimits(4, 512, 512)
-            prefill = PagedPrefill(
-                heads, limits, heads.head_dim**-0.5, lane, make_kernels(cache), DEVICE, branch=branch
-            )
+            kernels, run = make_kernels(cache), paged_run(heads.head_dim, cache)
+            prefill = PagedPrefill(heads, limits, heads.head_dim**-0.5, lane, kernels, run, DEVICE, branch=branch)
             for bucket in (512, 256, 64):
                 check_chunks(measured, heads, prefill, kv, pages, bucket, f"{of_lane} SMs")
     return measured

@@ -41,6 +41,7 @@ from engine_core.models.layers import rotary_frequencies
 from engine_core.models.weights import load_parameters
 from engine_core.ops.cuda.cublaslt import CublasLt
 from engine_core.ops.cuda.decoder import CudaDecoder
+from engine_core.ops.cuda.flashinfer_kernel import paged_run
 from engine_core.ops.cuda.layer import Heads as HeadShape
 from engine_core.ops.cuda.layer import rope_table
 from engine_core.ops.cuda.matmul import Choices, choices_file
@@ -236,6 +237,7 @@ def _work(opened: Opened, target: LaneStream, sms: int, width: int) -> LaneWork:
             opened.scale,
             LaneSms(opened.sms, sms),
             opened.kernels,
+            paged_run(opened.shape.head_dim, CODE_FOLDER),
             device,
             rings=rings,
             branch=_cuda.Stream() if primary else None,

@@ -11,13 +11,12 @@ spans, the earlier history and the rest, which two launches attend to side by si
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from flashinfer.prefill import get_batch_prefill_module
 
 from engine_core.ops.cuda.kernel import Kernels, require
 from engine_core.ops.cuda.layer import Heads, MergeSpans
@@ -55,13 +54,14 @@ class PagedPrefill:
         scale: float,
         sms: LaneSms,
         kernels: Kernels,
+        run: Callable[..., None],
         device: torch.device,
         *,
         rings: int = 1,
         branch: Any = None,
     ) -> None:
-        """`branch`: a stream for the launch beside the lane's own; without one no chunk is cut. Compiles FlashInfer's
-        kernel unless it is in its cache."""
+        """`run`: FlashInfer's kernel (`flashinfer_kernel.py`); `branch`: a stream for the launch beside the lane's own,
+        without which no chunk is cut."""
         self._heads = heads
         self._limits = limits
         self._scale = scale
@@ -81,11 +81,7 @@ class PagedPrefill:
         self._earlier_out = torch.zeros(*shape, heads.head_dim, dtype=torch.bfloat16, device=device)
         self._lse, self._earlier_lse = torch.zeros(2, *shape, dtype=torch.float32, device=device)
         self._merge = MergeSpans(heads, kernels)
-        dtypes = (torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.int32)
-        no_position_encoding, plain = 0, (False, False, False)  # no sliding window, soft cap or float16 reduction
-        self._module: Any = get_batch_prefill_module(
-            "fa3", *dtypes, heads.head_dim, heads.head_dim, no_position_encoding, *plain
-        )
+        self._run = run
 
     def _cuts(self, bucket: int) -> bool:
         """Whether so many tokens attend to their keys in two spans."""
@@ -152,10 +148,10 @@ class PagedPrefill:
         first = self._schedules[0].words if span else 0
         places = [4 * (first + self._schedules[span].places[name]) for name in FIELDS]
         one_schedule_for_all_heads, causal = 0, int(span == 0)
-        self._module.paged_run(
+        self._run(
             *(words, words, [*places, one_schedule_for_all_heads], q, kv[:, 0], kv[:, 1]),
             *(words, words, self._pages, words),  # ends of queries and pages, page list, last pages: it reads the third
             *(out, lse, causal, _NHD, -1, False),  # no window, no launch overlap
-            *(None, None, None, None, None, None),  # masks of other kinds
-            *(0.0, self._scale, None, None, None, 1.0, 1.0, 0, 0),  # no soft cap, no scales, no rotary embedding
+            *(None, None, None),  # no prompts of several items
+            *(None, 0.0, self._scale, 1.0, 0),  # no scale of the values by head, no soft cap, none of the values at all
         )
