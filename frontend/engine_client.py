@@ -267,9 +267,15 @@ class EngineClient:
             await _end(tasks)
 
     async def _converse(self, call: Any) -> None:
-        """Greet, then read for ever, with the writer beside."""
-        await _write(call, hello(self._client_name, self._engine_timeout))
-        first = await self._read(call)
+        """Greet, then read for ever, with the writer beside.
+
+        Reading doesn't wait for the greeting: a core that takes no session may end the call before it gets away.
+        """
+        greeting = asyncio.create_task(_write(call, hello(self._client_name, self._engine_timeout)))
+        try:
+            first = await self._read(call)
+        finally:
+            await _end([greeting])
         if not first.HasField("welcome"):
             raise ProtocolViolation("the engine core's first message is no welcome")
         session = Session(first.welcome, self._due.set)

@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 from greenlane.engine.v1 import engine_pb2 as pb
 
+from frontend import engine_client
 from frontend.clock import SystemClock
 from frontend.engine_calls import connection_remedy
 from frontend.engine_client import (
@@ -129,6 +130,26 @@ async def test_a_core_that_takes_no_session_says_why(folder: Path) -> None:
         await state_of(client, ClientState.DRAINING)
         engine.refusal = ""
         await state_of(client, ClientState.SERVING)
+        await client.close()
+
+
+async def test_a_core_that_ends_the_call_before_the_greeting_says_why(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red if a greeting that meets a call which has ended keeps its end from being read: the core would count as silent
+    5 s later, and a frontend that waits for it to load would serve so much later than it could."""
+
+    async def lost(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    engine, clock = ScriptedEngine(info(state=pb.ENGINE_STATE_STARTING)), ManualClock()
+    engine.refusal = "the engine core is starting"
+    monkeypatch.setattr(engine_client, "_write", lost)
+    async with listening(engine, folder / "engine"):
+        client = EngineClient(f"unix:{folder / 'engine'}", clock=clock)
+        await client.start()
+        await state_of(client, ClientState.STARTING)
+        assert client.lost_reason == "UNAVAILABLE: the engine core is starting"
         await client.close()
 
 
