@@ -26,7 +26,8 @@ LOCK = "owner.lock"
 def private_folder() -> Iterator[Path]:
     """A new folder of mode 0700 in the user's runtime folder (else the temporary one), removed at the end.
 
-    Those that killed processes left beside it are removed first. Raises AccessError where none can be made.
+    Those that killed processes left beside it are removed first, and at the end, since this process may have killed
+    some. Raises AccessError where none can be made.
     """
     parent = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
     remove_abandoned(parent)
@@ -41,6 +42,7 @@ def private_folder() -> Iterator[Path]:
             yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        remove_abandoned(parent)
 
 
 @contextmanager

@@ -61,6 +61,18 @@ def test_a_killed_owners_folder_goes_with_the_next_start_and_a_living_ones_stays
             pipe.close()
 
 
+def test_the_folder_of_a_process_that_was_killed_meanwhile_goes_too(parent: Path) -> None:
+    """Red when `serve` ends and the folder of an engine core that it had to kill stays until somebody starts again."""
+    with private_folder():
+        owner = subprocess.Popen([sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert owner.stdout is not None
+        folder = Path(owner.stdout.readline().strip())
+        owner.kill()
+        owner.communicate()
+        assert folder.exists()
+    assert list(parent.iterdir()) == []
+
+
 def test_what_is_not_known_to_be_abandoned_stays(parent: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Red when a folder is removed that has no lock, is open to others, or is a link to somewhere else."""
     elsewhere = tmp_path_factory.mktemp("elsewhere")
