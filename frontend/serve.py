@@ -11,9 +11,10 @@ import functools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,13 +56,35 @@ def serve(given: Mapping[str, Value], config: Path | None, ready_fd: int | None)
     from_file: dict[str, Value] = {}
     try:
         from_file = read_config_file(config) if config else {}
-        with private_folder() as folder:
+        with _stoppable(), private_folder() as folder:
             finish = _supervise({**from_file, **given}, folder, ready_fd)
         say(finish.cause)
         return finish.status
+    except _Stopped:
+        say("stopped by signal")
+        return 0
     except (AccessError, ConfigError) as error:
         say(f"error: {error}{_whereabouts(str(error), config, from_file.keys() - given.keys())}")
         return 2
+
+
+class _Stopped(BaseException):
+    """A signal arrived while nothing was started yet that would have to be ended in order."""
+
+
+@contextlib.contextmanager
+def _stoppable() -> Iterator[None]:
+    """Signals raise `_Stopped`, so that the folder goes, until the supervisor takes them over."""
+
+    def stop(*_: object) -> None:
+        raise _Stopped
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _supervise(values: Mapping[str, Value], folder: Path, ready_fd: int | None) -> Finish:
@@ -176,7 +199,11 @@ def check_flags(*commands: Sequence[str]) -> None:
         )
         for argv in commands
     ]
-    said = [check.communicate()[1].strip() for check in checks]
+    try:
+        said = [check.communicate()[1].strip() for check in checks]
+    finally:
+        for check in checks:
+            check.kill()
     for argv, check, message in zip(commands, checks, said, strict=True):
         if check.returncode != 0:
             reason = message or f"{' '.join(argv[3:])} --check-flags ended with {check.returncode}"

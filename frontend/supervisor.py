@@ -21,7 +21,7 @@ import enum
 import math
 import signal
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 CONFIG_ERROR = 2
@@ -148,9 +148,7 @@ class Supervisor:
         out: list[Instruction] = []
         if process is self._core:
             out += self._start_frontends(now)
-            for frontend in self._frontends:
-                if frontend.phase is Phase.STARTING:
-                    frontend.deadline = now + frontend.start_bound
+            self._bound_frontends(lambda frontend: now + frontend.start_bound)
         if self._announced:
             out.append(Say(f"the {name} is serving again"))
         elif all(each.phase is Phase.SERVING for each in self._processes.values()):
@@ -224,6 +222,12 @@ class Supervisor:
     def _start_frontends(self, now: float) -> list[Instruction]:
         return [self._start(frontend, now) for frontend in self._frontends if frontend.phase is Phase.IDLE]
 
+    def _bound_frontends(self, deadline: Callable[[_Process], float]) -> None:
+        """Those that aren't ready: when to give up."""
+        for frontend in self._frontends:
+            if frontend.phase is Phase.STARTING:
+                frontend.deadline = deadline(frontend)
+
     def _kill(self, process: _Process, why: str) -> list[Instruction]:
         process.killed_for = why
         return [Kill(process.name)]
@@ -238,6 +242,8 @@ class Supervisor:
             minutes = RESTART_WINDOW_S / 60
             cause = f"the {process.name} {how}, after {MAX_RESTARTS} restarts within {minutes:.0f} minutes"
             return self._abandon(process, 1, cause, now)
+        if process is self._core:
+            self._bound_frontends(lambda _: math.inf)
         delay = FIRST_DELAY_S * 2 ** len(recent)
         recent.append(now)
         process.phase, process.deadline = Phase.WAITING, now + delay

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from typer.testing import CliRunner
 
 from engine_core.cli import FLAGS as ENGINE_FLAGS
 from engine_core.config import EngineConfig
+from frontend import serve
 from frontend.cli import app
 from frontend.cli_flags import FLAGS, To, Value, child_argv, read_config_file
 from frontend.config import ConfigError, FrontendConfig
@@ -190,6 +193,25 @@ def test_a_missing_runtime_folder_is_refused_by_name(monkeypatch: pytest.MonkeyP
         result = subprocess.run([*program, *flags], capture_output=True, text=True, env=environment, timeout=60)
         assert result.returncode == 2, result.stderr
         assert "XDG_RUNTIME_DIR" in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_while_settings_are_checked_is_a_clean_stop(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: signal.Signals
+) -> None:
+    """Red if `serve` that is stopped before it has started anything leaves its folder, or ends by the signal."""
+
+    def signalled(*_: object) -> None:
+        assert list(tmp_path.iterdir()) != []
+        os.kill(os.getpid(), number)
+        time.sleep(60)
+
+    before = signal.getsignal(number)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(serve, "check_flags", signalled)
+    assert serve.serve({"model": str(TINY)}, None, None) == 0
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(number) is before
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,18 @@ def test_frontends_get_ready_while_the_core_loads() -> None:
     assert acts(supervisor.tick(500.0 + BOUNDS[TWO])) == [Kill(TWO)]
 
 
+def test_a_frontend_waits_for_a_core_that_was_lost_before_it_was_ready() -> None:
+    """Red if a frontend is killed as too slow while the core, lost right after its start, loads again for minutes."""
+    supervisor = Supervisor(CORE, (ONE,), BOUNDS)
+    supervisor.begin(0.0)
+    supervisor.ready(CORE, 1.0)
+    supervisor.exited(CORE, -9, 2.0)
+    assert acts(supervisor.tick(2.0 + FIRST_DELAY_S)) == [Start(CORE)]
+    assert supervisor.tick(2.0 + BOUNDS[ONE]) == []
+    supervisor.ready(CORE, 500.0)
+    assert supervisor.next_deadline() == 500.0 + BOUNDS[ONE]
+
+
 def test_a_frontend_that_fails_while_the_core_loads_is_started_again() -> None:
     """Red if its delay is forgotten when the core becomes ready, or its new start has no bound behind that."""
     supervisor = Supervisor(CORE, (ONE,), BOUNDS)
