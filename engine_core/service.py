@@ -196,7 +196,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
 
     async def drain(self, timeout_s: float) -> tuple[int, int]:
         """Refuse new sessions and requests, let open ones finish; (finished, aborted). Health turns first."""
-        if self.state in (State.STARTING, State.SERVING):
+        if self.state is State.SERVING:
             self._turn(State.DRAINING)
         await self._health.set(NOT_SERVING)
         return await self._core.drain(timeout_s)
@@ -376,6 +376,8 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             raise SessionBroken(
                 StatusCode.INVALID_ARGUMENT, f"timeout_s is {timeout_s!r}; it must be from 0 to {MAX_DRAIN_S:g}"
             )
+        if self.state is State.STARTING:  # it would serve all the same once its model is loaded
+            raise SessionBroken(StatusCode.UNAVAILABLE, self._unavailable())
         finished, aborted = await self.drain(timeout_s)
         return pb.DrainResponse(finished=finished, aborted=aborted)
 

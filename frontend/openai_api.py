@@ -235,7 +235,7 @@ class OpenAiApi:
             "owned_by": "greenlane",
             "root": self._served.names[0],
             "parent": None,
-            "max_model_len": self._served.max_model_len,
+            "max_model_len": self._served.max_model_len or None,
         }
 
     async def tokenize(self, exchange: Exchange) -> None:

@@ -311,6 +311,14 @@ async def test_models(site: Site) -> None:
     assert none.status_code == 404
 
 
+async def test_a_context_that_is_not_known_yet_has_no_length(site: Site) -> None:
+    """Red if a client that asks while the model still loads takes 0 tokens for what the context holds."""
+    site.engine.info = None
+    async with site.client() as client:
+        listed = (await client.get("/v1/models")).json()
+    assert listed["data"][0]["max_model_len"] is None
+
+
 async def test_tokenize_and_back(site: Site) -> None:
     """Red if tokens and text don't give each other back, or the shapes aren't vLLM's."""
     tokens = await post(site, "/tokenize", {"prompt": "Emma Woodhouse", "return_token_strs": True})

@@ -329,6 +329,17 @@ async def test_drain_and_flush_answer_with_counts(serving: Rig) -> None:
     assert (code, details) == (grpc.StatusCode.UNAVAILABLE, "the engine core is draining")
 
 
+async def test_a_core_that_is_starting_is_not_drained(rig: Rig) -> None:
+    """Red when Drain answers OK and the core serves all the same once its model is loaded."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await rig.engine.Drain(pb.DrainRequest())
+    assert (caught.value.code(), caught.value.details()) == (
+        grpc.StatusCode.UNAVAILABLE,
+        "the engine core is starting",
+    )
+    assert (await rig.engine.GetInfo(pb.GetInfoRequest())).state == pb.ENGINE_STATE_STARTING
+
+
 @pytest.mark.parametrize("timeout_s", [-1.0, float("nan"), 1e9])
 async def test_a_senseless_drain_time_is_refused(serving: Rig, timeout_s: float) -> None:
     """Red when NaN or a negative cap reaches the timer."""
