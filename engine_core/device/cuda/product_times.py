@@ -78,7 +78,10 @@ class ProductTimes:
         return self._loads[key]
 
     def side_by_side(self, lane: Any, prefill: Replay, decode: Replay) -> tuple[float, float]:
-        """Seconds of a prefill replay on its lane, and of a decode replay, of two in flight while the lane is busy."""
+        """Seconds of a prefill replay on its lane, and of a decode replay, of two in flight while the lane is busy.
+
+        Three at least: a host that stands still may find the lane idle at its first look.
+        """
         with _cuda.stream(lane):
             repeats = max(2, round(BESIDE_S / _timed(lane, prefill, 1)))
             began = time.perf_counter()
@@ -87,13 +90,13 @@ class ProductTimes:
         ends: list[Any] = []
         with _cuda.stream(self._primary):
             begin = self._primary.record_event(_cuda.Event(enable_timing=True))
-            while not lane.query():
+            while len(ends) < 3 or not lane.query():
                 if len(ends) < 2 or ends[-2].query():
                     decode()
                     ends.append(self._primary.record_event(_cuda.Event(enable_timing=True)))
         took = time.perf_counter() - began
         self._primary.synchronize()
-        count = max(1, len(ends) - 2)
+        count = len(ends) - 2
         return took / repeats, 1e-3 * float(begin.elapsed_time(ends[count - 1])) / count
 
     def _capture(self, group: Wanted, rows: int, problem: Problem, algorithm: Algorithm) -> tuple[Replay, int]:
