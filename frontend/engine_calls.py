@@ -92,4 +92,4 @@ def connection_remedy(details: str) -> str:
             "one side speaks TLS and the other doesn't, or a certificate isn't accepted (--engine-tls-ca-certs, "
             "--engine-tls-certfile); trying again"
         )
-    return "waiting for an engine core there (`greenlane engine`), trying again"
+    return "waiting for an engine core there (`greenlane engine`, unless `greenlane serve` starts it), trying again"

@@ -378,7 +378,7 @@ class EngineClient:
     async def _lose(self, state: ClientState, reason: str) -> None:
         """Health first, then the requests."""
         session = self._session
-        if session is None and self.lost_reason != reason:
+        if session is None and self.lost_reason != reason and state is not ClientState.CLOSED:
             logger.info("no engine session: %s", reason)
         elif session is not None and (state is not ClientState.CLOSED or session.open_sequences):
             logger.warning("engine session lost: %s", reason)

@@ -35,6 +35,7 @@ INLINE_IDS = 4096
 MAX_DECODED_IDS = 1 << 20
 """Only to look through tens of millions stops everything else for seconds."""
 DRAIN_RETRY_S = 5.0
+NOT_THERE_YET = "the engine core isn't serving yet: it still loads its model, or isn't there; try again later"
 
 
 class Health(enum.Enum):
@@ -204,7 +205,7 @@ class Served:
         """
         length = self.max_model_len
         if not length:
-            raise ApiError(Code.UNAVAILABLE, "the engine core is not there yet", retry_after_s=1.0)
+            raise ApiError(Code.UNAVAILABLE, NOT_THERE_YET, retry_after_s=1.0)
         most = length * self.tokenizer.longest_token
         if len(text) > most:
             raise ApiError(

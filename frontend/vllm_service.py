@@ -29,7 +29,7 @@ from frontend.open_request import OpenRequest
 from frontend.openai_fields import invalid
 from frontend.peers import Peers, Question
 from frontend.request import ApiError, Code
-from frontend.serving import Health, Served
+from frontend.serving import NOT_THERE_YET, Health, Served
 from frontend.vllm_answer import AnswerMessages
 from frontend.vllm_request import prompt_ids, text_request
 
@@ -130,7 +130,7 @@ class VllmService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc
         """Answers once there is an engine core: a gateway may take any answer for a server that is ready."""
         health = self._served.health
         if health is Health.STARTING:
-            raise ApiError(Code.UNAVAILABLE, "the engine core is not there yet")
+            raise ApiError(Code.UNAVAILABLE, NOT_THERE_YET)
         return pb.HealthCheckResponse(healthy=health is Health.SERVING, message=health.value)
 
     @with_status
@@ -173,7 +173,7 @@ class VllmService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc
         """Raises ApiError (UNAVAILABLE) before the engine core was ever reached."""
         info = self._served.engine_info
         if info is None:
-            raise ApiError(Code.UNAVAILABLE, "the engine core is not there yet")
+            raise ApiError(Code.UNAVAILABLE, NOT_THERE_YET)
         return info
 
     @with_status
