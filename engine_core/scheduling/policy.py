@@ -42,9 +42,9 @@ SOON, SOON_US = 1.05, 12000.0
 """Ways that take up to so many times as long as the fastest, or so much longer, are soon enough."""
 PROMPT_WEIGHT = 2.0
 """A prompt's wait for its first token counts so many times as much as a decode row's for its next ones."""
-DELIVERY_US, ROW_DELIVERY_US = 350.0, 4.0
-"""Clients see so much more than what is predicted, and so much for each row: what it takes to bring a step's tokens to
-them varies, they go out one row after another, and the longest steps beside a prefill take longer than the median."""
+DELIVERY_US = 350.0
+"""Clients see so much more than what is predicted: what it takes to bring a step's tokens to them varies, and the
+longest steps beside a prefill take longer than the median."""
 
 
 class Way(Enum):
@@ -122,7 +122,7 @@ class AutoPolicy:
     def choose(self, load: Load) -> Choice:
         if not load.rows:
             return Choice(min(MOST_PRIMARY_TOKENS, self._token_budget), Way.ALONE)
-        target = self.target(load) - DELIVERY_US - ROW_DELIVERY_US * load.rows
+        target = self.target(load) - DELIVERY_US
         lanes = [self._lane(load, partition) for partition in self.model.partitions]
         ways = self._kept_chunk(load, target) + [lane for lane in lanes if lane.step_us <= target]
         if ways and self._soon_enough(load, way := self._best(load, ways)):

@@ -2,7 +2,8 @@
 
 Owns the predictions, in microseconds, and what is learned from steps that were run; `policy.py` owns the choice that
 follows. Every kind of work has a correction of its own, on every partition: the measured over the predicted, averaged
-over recent steps.
+over recent steps. Where a partition hasn't been seen at work the others' is taken: what slows one down, a card that is
+hot, say, slows them all, and one that looks faster only for being unknown would be chosen for it.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class StepModel:
             if not sizes or sizes[-1][0] < token_budget:
                 sizes.append((min(tokens, token_budget), us))
         self._mixed_rows = sorted(self._mixed)
-        self._corrections = {(work, partition): 1.0 for work in Work for partition in self.partitions or (0,)}
+        self._corrections: dict[tuple[Work, int], float] = {}
 
     @property
     def partitions(self) -> range:
@@ -91,21 +92,21 @@ class StepModel:
 
     def decode(self, load: Load) -> float:
         us = _at_least(self._decode, load.rows) + self._reading(load)
-        return self._corrections[Work.DECODE, 0] * us
+        return self._correction(Work.DECODE) * us
 
     def beside(self, load: Load, partition: int) -> float:
         us = _at_least(self._beside[partition], load.rows)
         reading_us = 1e-3 * _at_least(self._reading_ns[partition], load.rows) * load.context
-        return self._corrections[Work.BESIDE, partition] * (us + reading_us)
+        return self._correction(Work.BESIDE, partition) * (us + reading_us)
 
     def mixed(self, load: Load, tokens: int) -> float:
         us = next(us for size, us in self._sizes(load.rows) if size >= tokens)
-        return self._corrections[Work.MIXED, 0] * (us + self._reading(load) + self._history(load, tokens))
+        return self._correction(Work.MIXED) * (us + self._reading(load) + self._history(load, tokens))
 
     def batch(self, load: Load, tokens: int, partition: int) -> float:
         """In proportion to its tokens above the largest size."""
         us = _beyond(self._prefill[partition], tokens)
-        return self._corrections[Work.BATCH, partition] * (us + self._history(load, tokens))
+        return self._correction(Work.BATCH, partition) * (us + self._history(load, tokens))
 
     def observe(self, observed: Observed) -> None:
         """Move the correction of that kind of work."""
@@ -113,8 +114,15 @@ class StepModel:
         if predicted is None:
             return
         weight = BATCH_LEARNING if observed.work is Work.BATCH else LEARNING
-        moved = self._corrections[which] * (1 + weight * (observed.busy_us / predicted - 1))
+        moved = self._correction(*which) * (1 + weight * (observed.busy_us / predicted - 1))
         self._corrections[which] = min(max(moved, CORRECTION[0]), CORRECTION[1])
+
+    def _correction(self, work: Work, partition: int = 0) -> float:
+        own = self._corrections.get((work, partition))
+        if own is not None:
+            return own
+        others = [correction for (kind, _), correction in self._corrections.items() if kind is work]
+        return sum(others) / len(others) if others else 1.0
 
     def _predict(self, observed: Observed) -> float | None:
         """None where there is nothing to compare with: no decode row, or a chunk that no decode row waits for."""

@@ -48,12 +48,12 @@ def test_no_decode_row_gets_prefill_everything() -> None:
 
 
 def test_the_largest_chunk_that_keeps_the_target() -> None:
-    """16 rows and a chunk take 3360 + 20 us a token: at a target of 9.2 ms, 8.83 with the margin, and 0.45 for the
+    """16 rows and a chunk take 3360 + 20 us a token: at a target of 9.1 ms, 8.74 with the margin, and 0.35 for the
     delivery, that is 128 tokens (5.9) and not 256 (8.48). Red when one of these, the table or the search changes.
     Decode beside the lane is too slow here."""
     times = partitioned(decode_us=20_000)
-    assert auto(9.2, times).choose(load()) == Choice(128, Way.MIXED)
-    assert auto(9.4, times).choose(load()) == Choice(256, Way.MIXED)
+    assert auto(9.1, times).choose(load()) == Choice(128, Way.MIXED)
+    assert auto(9.3, times).choose(load()) == Choice(256, Way.MIXED)
 
 
 def test_a_chunk_no_larger_than_what_is_left() -> None:
@@ -255,17 +255,35 @@ def test_each_partition_is_observed_as_itself() -> None:
 
 
 def test_what_a_partition_teaches_stays_its_own() -> None:
-    """Red when steps that took longer than expected beside one partition make another look slower: the policy would go
-    to and fro between them."""
+    """Red when steps that took longer than expected beside one partition make another look slower, which was seen at
+    work itself: the policy would go to and fro between them."""
     model = auto(times=pretended_times(64, 2)).model
     others = model.beside(load(), 1), model.batch(load(), 2048, 1)
+    for work, us in zip((Work.BESIDE, Work.BATCH), others, strict=True):
+        model.observe(Observed(work, load(), 2048, round(us), 1))
     for work in (Work.BESIDE, Work.BATCH):
         model.observe(Observed(work, load(), 2048, 10**6, 0))
     assert (model.beside(load(), 1), model.batch(load(), 2048, 1)) == others
 
 
+@pytest.mark.parametrize("work", [Work.BESIDE, Work.BATCH])
+def test_a_partition_that_was_not_seen_is_no_faster_than_the_others(work: Work) -> None:
+    """Red when a partition that never worked is taken at what was measured at start, where all that did took 1.2 times
+    as long: prompts would be sent there for it, and wait longer."""
+    model = auto(times=pretended_times(64, 3)).model
+
+    def predicted(partition: int) -> float:
+        return model.beside(load(), partition) if work is Work.BESIDE else model.batch(load(), 2048, partition)
+
+    measured = [1.2 * predicted(partition) for partition in model.partitions]
+    for partition in (0, 1):
+        for _ in range(60):
+            model.observe(Observed(work, load(), 2048, round(measured[partition]), partition))
+    assert [predicted(partition) for partition in model.partitions] == pytest.approx(measured, rel=1e-2)
+
+
 def test_the_last_step_beside_a_batch_keeps_the_target_too() -> None:
-    """A step takes 4.74 ms, and 0.41 to deliver. While 125 ms of prefill run 16 rows grow by 26 tokens each, which is
+    """A step takes 4.74 ms, and 0.35 to deliver. While 125 ms of prefill run 16 rows grow by 26 tokens each, which is
     1.05 ms at 2.5 us a token: 6.5 ms with the margin. Red when only the first step counts."""
     (only,) = TIMES.partitions
     slow = replace(TIMES, partitions=[replace(only, reading=[(64, 2500.0)])])
