@@ -29,6 +29,7 @@ from engine_core.health import NOT_SERVING, SERVING, Health
 from engine_core.log import event
 from engine_core.request import Command, ModelLimits, Output
 from engine_core.session import SessionBroken
+from engine_core.session_stream import SessionStream
 from engine_core.spans import EngineSpans
 
 log = logging.getLogger(__name__)
@@ -115,44 +116,6 @@ async def _well_formed(messages: AsyncIterator[pb.SessionRequest]) -> AsyncItera
         raise SessionBroken(StatusCode.INVALID_ARGUMENT, "a message is malformed: no SessionRequest") from None
 
 
-class _Stream:
-    """An open session and its tasks' way to be woken and ended."""
-
-    def __init__(self, session: protocol.Session) -> None:
-        self.session = session
-        self.changed = asyncio.Event()
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.idle = asyncio.Event()
-        """No write is under way."""
-        self.idle.set()
-        self.leaving = False
-        """No further write shall begin."""
-        self._alarm: asyncio.TimerHandle | None = None
-        self._alarm_at = 0.0
-
-    def wake_by(self, due: float, now: float) -> None:
-        """Have `changed` be set by then. An alarm that would come earlier stays: a busy session sets few."""
-        if self._alarm is not None:
-            if self._alarm_at <= due:
-                return
-            self._alarm.cancel()
-        self._alarm_at = due
-        self._alarm = asyncio.get_running_loop().call_later(max(0.0, due - now), self._ring)
-
-    def _ring(self) -> None:
-        self._alarm = None
-        self.changed.set()
-
-    def close(self) -> None:
-        if self._alarm is not None:
-            self._alarm.cancel()
-
-    def end(self, reason: SessionBroken) -> None:
-        """Have the session end with this status; the first reason stays."""
-        if not self.ended.done():
-            self.ended.set_exception(reason)
-
-
 class EngineService(engine_pb2_grpc.EngineServicer):
     """The Engine servicer. Starts in STARTING; `serve`, `drain` and `die` move it on."""
 
@@ -177,7 +140,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         self._clock = clock
         self._started = clock()
         self._max_unacked_bytes = max_unacked_bytes
-        self._streams: dict[int, _Stream] = {}
+        self._streams: dict[int, SessionStream] = {}
         self._sessions_opened = 0
         self._watches = 0
         self._ended = asyncio.Event()
@@ -261,7 +224,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
                 self._spans.closed(session.number)
             event(log, logging.INFO, "session_closed", session=session.number, client=session.client_name)
 
-    def _open(self) -> _Stream:
+    def _open(self) -> SessionStream:
         """A place among the bounded number of sessions; raises SessionBroken when there is none."""
         if self.state is not State.SERVING or self._limits is None:
             raise SessionBroken(StatusCode.UNAVAILABLE, self._unavailable())
@@ -279,7 +242,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             max_unacked_bytes=self._max_unacked_bytes,
             on_refused=None if self._spans is None else self._spans.published,
         )
-        stream = self._streams[session.number] = _Stream(session)
+        stream = self._streams[session.number] = SessionStream(session)
         event(log, logging.INFO, "session_opened", session=session.number, open=len(self._streams))
         return stream
 
@@ -288,7 +251,9 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             return f"the engine core has failed: {self._cause}"
         return f"the engine core is {self.state.name.lower()}"
 
-    async def _converse(self, stream: _Stream, messages: AsyncIterator[pb.SessionRequest], context: Context) -> None:
+    async def _converse(
+        self, stream: SessionStream, messages: AsyncIterator[pb.SessionRequest], context: Context
+    ) -> None:
         """Read and write until the client leaves or the session ends; raises SessionBroken for the latter."""
         reader = asyncio.create_task(self._read(stream, messages))
         ends: list[asyncio.Future[None]] = [stream.ended, reader, asyncio.create_task(self._write(stream, context))]
@@ -304,7 +269,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         for end in done:
             end.result()
 
-    async def _read(self, stream: _Stream, messages: AsyncIterator[pb.SessionRequest]) -> None:
+    async def _read(self, stream: SessionStream, messages: AsyncIterator[pb.SessionRequest]) -> None:
         """The client's messages become commands, until it closes its side."""
         async for message in _well_formed(messages):
             if self._spans is not None:
@@ -315,7 +280,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             stream.changed.set()
             await self._core.room()
 
-    async def _write(self, stream: _Stream, context: Context) -> None:
+    async def _write(self, stream: SessionStream, context: Context) -> None:
         """One write outstanding; what comes meanwhile merges into the next. Returns when the client has gone.
 
         Raises SessionBroken when its hello doesn't come.

@@ -261,6 +261,8 @@ def _remedy(server: Server, details: str) -> str:
         return f"{server.address} speaks HTTP alone: --address takes the text gRPC address (--grpc-port, 50051)"
     if server.ca_certs is None and "Socket closed" in details:
         return f"if {server.address} speaks TLS, name who signed its certificate: --ssl-ca-certs FILE"
+    if "Hostname Verification Check failed" in details:
+        return f"the server's certificate doesn't name {server.address.rpartition(':')[0]}: use a name that is in it"
     if server.ca_certs is not None and "handshake failed" in details:
         return f"{server.address} speaks no TLS, or {server.ca_certs} didn't sign its certificate: see --ssl-ca-certs"
     return f"is a server running at {server.address}? `greenlane serve --model …` starts one"

@@ -22,12 +22,12 @@ from greenlane.engine.v1 import engine_pb2_grpc
 from access.policy import AccessError
 from frontend.clock import Clock, SystemClock
 from frontend.engine_calls import EngineCalls, Metadata, connection_remedy
+from frontend.engine_channel import open_channel, write
 from frontend.request import ApiError, Code, TextRequest
 from frontend.session import ADD_TURNS, Session, hello
 from frontend.streams import RequestStream, Sequence
 from frontend.wire import ProtocolViolation, build_add
 
-MAX_MESSAGE_BYTES = 1 << 20
 LISTENER_TIMEOUT_S = 1.0
 STATE_TIMEOUT_S = 1.0
 FIRST_BACKOFF_S = 0.1
@@ -40,17 +40,6 @@ LATE_S = 1.0
 """A timer that fires this late tells that this process stood still, not the engine core."""
 INLINE_PROMPT_TOKENS = 16_384
 """Longer prompts are packed and hashed in a worker thread (about 2 ms at this length)."""
-CHANNEL_OPTIONS = [
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.enable_http_proxy", 0),
-    # A window smaller than a step: the core's next message leaves when this side reads for it, and what happens
-    # meanwhile merges. With room for five steps of 256 rows, a saturated front worked through five old ones, with a
-    # visit of every stream for each; the newest was 30 ms old by then.
-    ("grpc.http2.bdp_probe", 0),
-    ("grpc.http2.lookahead_bytes", 1 << 10),
-    ("grpc.use_local_subchannel_pool", 1),  # a new channel must not inherit the old one's connect backoff
-]
 TURNS_A_MESSAGE = 6
 """Turns of readers (`session.READERS` each) before the next message is asked for."""
 logger = logging.getLogger(__name__)
@@ -86,11 +75,6 @@ class SessionLost(Exception):
         super().__init__(message)
         self.details = details
         self.state = state
-
-
-def open_channel(address: str) -> grpc.aio.Channel:
-    """A plain channel to `unix:/path` or `host:port`, straight there whatever proxy the environment names."""
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
 
 class EngineClient:
@@ -271,7 +255,7 @@ class EngineClient:
 
         Reading doesn't wait for the greeting: a core that takes no session may end the call before it gets away.
         """
-        greeting = asyncio.create_task(_write(call, hello(self._client_name, self._engine_timeout)))
+        greeting = asyncio.create_task(write(call, hello(self._client_name, self._engine_timeout)))
         try:
             first = await self._read(call)
         finally:
@@ -338,7 +322,7 @@ class EngineClient:
             await self._due.wait()
             self._due.clear()
             while (message := session.take()) is not None:
-                await _write(call, message)
+                await write(call, message)
                 for _ in range(ADD_TURNS if message.adds else 0):
                     await asyncio.sleep(0)
 
@@ -368,7 +352,8 @@ class EngineClient:
             )
 
     async def _serve(self, session: Session) -> None:
-        logger.info("engine session up: instance %s, model %s", session.info.instance_id, session.info.model)
+        info = session.info
+        logger.info("engine session up: %s, instance %s, model %s", self._address, info.instance_id, info.model)
         self.info = session.info
         self._session = session
         self._due.clear()
@@ -379,9 +364,9 @@ class EngineClient:
         """Health first, then the requests."""
         session = self._session
         if session is None and self.lost_reason != reason and state is not ClientState.CLOSED:
-            logger.info("no engine session: %s", reason)
+            logger.info("no engine session with %s: %s", self._address, reason)
         elif session is not None and (state is not ClientState.CLOSED or session.open_sequences):
-            logger.warning("engine session lost: %s", reason)
+            logger.warning("engine session with %s lost: %s", self._address, reason)
         self.lost_reason = reason
         self._serving.clear()
         await self._set_state(state)
@@ -401,19 +386,6 @@ class EngineClient:
                     await listener(state)
             except Exception:
                 logger.exception("a listener of the engine state %s failed", state.value)
-
-
-async def _write(call: Any, message: pb.SessionRequest) -> None:
-    """Send a message; of a call that has ended, reading tells why.
-
-    Not by `call.write`: its failure overwrites the status that is still to be read with INTERNAL, "Internal error from
-    Core", and reading ends at once: why a core ended a session while something was on its way to it, nobody would hear.
-    """
-    try:
-        await call.wait_for_connection()
-        await call._cython_call.send_serialized_message(message.SerializeToString())
-    except grpc.aio.InternalError:
-        await asyncio.Event().wait()
 
 
 async def _end(tasks: list[asyncio.Task[Any]]) -> None:

@@ -18,7 +18,7 @@ from access.keys import KeyFile
 from access.policy import AccessError
 from frontend.config import ConfigError, FrontendConfig
 from frontend.engine_calls import Metadata
-from frontend.engine_client import CHANNEL_OPTIONS, open_channel
+from frontend.engine_channel import CHANNEL_OPTIONS, open_channel
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from access.keys import KeyFile
 from access.policy import AccessError, check_in_the_clear
 
 CONNECT_S = 30.0
+UNAUTHORIZED = 401
 MAX_ERROR_BYTES = 2000
 OnLine = Callable[[float, bytes], None]
 
@@ -80,6 +81,8 @@ class Target:
                 )
         except OSError as error:  # TimeoutError is one
             reason = error.strerror or str(error) or "no answer"
+            if isinstance(error, ssl.SSLCertVerificationError):
+                reason += "; --ssl-ca-certs FILE names who signed its certificate, which must name the host"
             raise BenchError(f"{self.host}:{self.port} can't be reached ({reason})") from error
         try:
             sent = time.perf_counter()
@@ -140,7 +143,8 @@ class _Answer(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self._status != 200:
             said = self._rest.decode(errors="replace").strip()
-            self._fail(BenchError(f"{self._what}: HTTP {self._status}: {said}"))
+            remedy = "; --api-key-file FILE sends the first key of a file" if self._status == UNAUTHORIZED else ""
+            self._fail(BenchError(f"{self._what}: HTTP {self._status}: {said}{remedy}"))
         elif not self.done.done():
             if self._rest:
                 self._on_line(self._now, self._rest)

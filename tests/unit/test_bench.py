@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import ssl
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from frontend.bench.picture import draw
 from frontend.cli import app
 from frontend.trace.scene import Rect
 from frontend.trace.svg import render_svg
-from tests.certificates import key_file
+from tests.certificates import Authority, key_file
 
 HANG_GUARD_S = 20.0
 MIX = Mix("m", 4000, decoders=2, output=100, inject_len=8, qps=200.0, n=3, seconds=0.05)
@@ -104,6 +105,7 @@ async def test_answers_without_chunks(head: bytes) -> None:
     ("data", "message"),
     [
         (b"HTTP/1.1 400 Bad Request\r\ncontent-length: 7\r\n\r\ntoo bad", "HTTP 400: too bad"),
+        (b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 6\r\n\r\nno key", "HTTP 401: no key; --api-key-file"),
         (HEAD + b"transfer-encoding: chunked\r\n\r\n" + chunked(b"data: x\n"), "closed before the answer's end"),
         (HEAD + b"content-length: 100\r\n\r\nshort", "closed before the answer's end"),
         (b"", "closed before the answer's end"),
@@ -124,6 +126,18 @@ async def test_nobody_there() -> None:
     """Red if a server that can't be reached is anything but an error of one line."""
     with pytest.raises(BenchError, match=r"127\.0\.0\.1:1 can't be reached"):
         await Target("127.0.0.1", 1).fetch("GET", "/", b"", lambda _, line: None)
+
+
+async def test_a_certificate_that_is_not_trusted_names_the_flag(tmp_path: Path) -> None:
+    """Red if whoever loads a server with a certificate of its own isn't told how."""
+    issued = Authority(tmp_path, "one").issue("server")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(issued.cert, issued.key)
+    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0, ssl=context)
+    port = server.sockets[0].getsockname()[1]
+    with pytest.raises(BenchError, match="--ssl-ca-certs FILE"):
+        await Target("127.0.0.1", port, tls=ssl.create_default_context()).fetch("GET", "/", b"", lambda _, line: None)
+    server.close()
 
 
 def test_urls(tmp_path: Path) -> None:

@@ -227,6 +227,8 @@ def test_a_guarded_server(tmp_path: Path) -> None:
     assert (status, "speaks no TLS" in said) == (1, True)
     text = chat._remedy(Server("h:1"), "last error: UNAVAILABLE: Failed parsing HTTP/2 (Expected SETTINGS frame …)")
     assert "--grpc-port" in text
+    text = chat._remedy(Server("h:1"), "failed to connect; last error: Hostname Verification Check failed.")
+    assert "doesn't name h:" in text
     status, _, said = run("chat", "hello", *to, "--api-key-file", "/nowhere/keys")
     assert (status, "--api-key-file /nowhere/keys can't be read" in said) == (2, True)
     status, _, said = run("chat", "hello", "--address", "example.org:50051", "--api-key-file", keys)

@@ -15,13 +15,13 @@ from greenlane.engine.v1 import engine_pb2 as pb
 from frontend import engine_client
 from frontend.clock import SystemClock
 from frontend.engine_calls import connection_remedy
+from frontend.engine_channel import open_channel
 from frontend.engine_client import (
     MAX_BACKOFF_S,
     STARTING_BACKOFF_S,
     TAKE_IN_S,
     ClientState,
     EngineClient,
-    open_channel,
 )
 from frontend.request import ApiError, Code, TextRequest
 from frontend.streams import RequestStream
@@ -144,7 +144,7 @@ async def test_a_core_that_ends_the_call_before_the_greeting_says_why(
 
     engine, clock = ScriptedEngine(info(state=pb.ENGINE_STATE_STARTING)), ManualClock()
     engine.refusal = "the engine core is starting"
-    monkeypatch.setattr(engine_client, "_write", lost)
+    monkeypatch.setattr(engine_client, "write", lost)
     async with listening(engine, folder / "engine"):
         client = EngineClient(f"unix:{folder / 'engine'}", clock=clock)
         await client.start()

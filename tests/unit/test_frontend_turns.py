@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from greenlane.engine.v1 import engine_pb2 as pb
 
-from frontend import engine_client
+from frontend import engine_channel, engine_client
 from frontend.engine_client import TURNS_A_MESSAGE
 from frontend.http_server import ClientGone
 from frontend.openai_api import CALL_TURNS, CALLS, OpenAiApi
@@ -138,7 +138,7 @@ async def test_requests_of_one_moment_travel_together(monkeypatch: pytest.Monkey
     slowly than they can be made, and the acknowledgement that it waits for stands behind them."""
     clock = Clock()
     sent: list[tuple[int, int]] = []
-    write = engine_client._write
+    write = engine_channel.write
 
     async def at_once(call: Any, message: pb.SessionRequest) -> None:
         """A transport that never holds a request up."""
@@ -147,7 +147,7 @@ async def test_requests_of_one_moment_travel_together(monkeypatch: pytest.Monkey
         else:
             await write(call, message)
 
-    monkeypatch.setattr(engine_client, "_write", at_once)
+    monkeypatch.setattr(engine_client, "write", at_once)
     engine = ScriptedEngine(info())
     async with socket_folder() as folder, listening(engine, folder / "engine"), connected_client(folder) as client:
         for _ in range(3 * ADD_TURNS):
