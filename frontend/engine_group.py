@@ -165,6 +165,9 @@ class EngineGroup:
 
 
 async def _stats(client: EngineClient) -> pb.GetStatsResponse | None:
+    """Not of one that loads its model: it would answer now and then, when an attempt at a session is under way."""
+    if client.state in (ClientState.CONNECTING, ClientState.STARTING):
+        return None
     try:
         return await asyncio.wait_for(client.calls.get_stats(), STATS_TIMEOUT_S)
     except (ApiError, TimeoutError):

@@ -23,6 +23,7 @@ from frontend.engine_client import (
     ClientState,
     EngineClient,
 )
+from frontend.engine_group import EngineGroup
 from frontend.request import ApiError, Code, TextRequest
 from frontend.streams import RequestStream
 from tests.unit.client_rig import ManualClock, connected_client, failure, state_of
@@ -186,6 +187,23 @@ async def test_a_starting_core_is_asked_often(folder: Path, state: int, most: fl
         await clock.enough.wait()
         await client.close()
     assert max(clock.lasted) == most
+
+
+async def test_a_core_that_loads_has_no_figures(folder: Path) -> None:
+    """Red if its figures come and go with the attempts at a session: a metric that flips sets off alerts."""
+    engine = ScriptedEngine(info(state=pb.ENGINE_STATE_STARTING))
+    engine.refusal = "the engine core is starting"
+    async with listening(engine, folder / "engine"):
+        client = EngineClient(f"unix:{folder / 'engine'}")
+        group = EngineGroup([client])
+        await group.start()
+        await state_of(client, ClientState.STARTING)
+        client.calls.channel = open_channel(f"unix:{folder / 'engine'}")
+        assert await group.each_stats() == [None]
+        engine.info.state, engine.refusal = pb.ENGINE_STATE_SERVING, ""
+        await state_of(client, ClientState.SERVING)
+        assert await group.each_stats() != [None]
+        await group.close()
 
 
 @pytest.mark.parametrize(
