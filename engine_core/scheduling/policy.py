@@ -1,8 +1,8 @@
 """How many prompt tokens a step computes, and on which lane: pure functions of the load and of measured step times.
 
 Owns the choice that `--decode-overlap` names. `off`, `stream` and `green` are fixed; `auto` asks `StepTimes` what each
-way would take. Of those that finish the prompts soon and with which decode rows keep their target it picks the one with
-which everybody together waits least:
+way would take. Of those with which decode rows keep their target, and that finish the prompts nearly as soon as any of
+them, it picks the one with which everybody together waits least:
 
 * no decode rows: the whole GPU, in chunks that soon let the first rows decode;
 * a chunk in the decode rows' own forward, of the largest size whose step stays within the target;
@@ -38,8 +38,8 @@ TTFT_TARGET_MS = 400.0
 """Without `--ttft-target-ms` and `--itl-target-ms`: how long prompts may take, all that wait together."""
 MARGIN = 0.96
 """Of `--itl-target-ms`, for what the model doesn't know."""
-SOON, SOON_US = 1.05, 12000.0
-"""Ways that take up to so many times as long as the fastest, or so much longer, are soon enough."""
+NEAR, NEAR_US = 1.05, 12000.0
+"""Of ways that take up to so many times as long as the fastest, or so much longer, what all wait together decides."""
 PROMPT_WEIGHT = 2.0
 """A prompt's wait for its first token counts so many times as much as a decode row's for its next ones."""
 DELIVERY_US = 350.0
@@ -136,8 +136,8 @@ class AutoPolicy:
 
     def _best(self, load: Load, ways: list[_Prospect]) -> _Prospect:
         soonest = min(way.us for way in ways)
-        soon = max(SOON * soonest, soonest + SOON_US)
-        return min((way for way in ways if way.us <= soon), key=lambda way: self._waits(load, way))
+        near = max(NEAR * soonest, soonest + NEAR_US)
+        return min((way for way in ways if way.us <= near), key=lambda way: self._waits(load, way))
 
     def _waits(self, load: Load, way: _Prospect) -> float:
         """What all wait together until the prompts are computed: decode rows for what is added to their steps, prompts

@@ -157,11 +157,12 @@ def _open(
         sms=library.sms,
     )
     progress("prepare prefill attention", 0, 1)
-    opened.works.append(_work(opened, streams[Lane.PRIMARY], opened.sms, width))
+    attend = paged_run(shape.head_dim, CODE_FOLDER)
+    opened.works.append(_work(opened, streams[Lane.PRIMARY], opened.sms, width, attend))
     prefills = [(partition.prefill, partition.prefill_sms) for partition in partitions]
     if Lane.PREFILL in streams and not partitions:
         prefills = [(streams[Lane.PREFILL], opened.sms)]
-    opened.works += [_work(opened, target, sms, width) for target, sms in prefills]
+    opened.works += [_work(opened, target, sms, width, attend) for target, sms in prefills]
     progress("prepare prefill attention", 1, 1)
     return opened
 
@@ -216,7 +217,7 @@ def _max_model_len(config: WorkerConfig, model: ModelConfig) -> int:
     return wanted
 
 
-def _work(opened: Opened, target: LaneStream, sms: int, width: int) -> LaneWork:
+def _work(opened: Opened, target: LaneStream, sms: int, width: int, attend: Callable[..., None]) -> LaneWork:
     """Of the primary lane first."""
     config, device, rows = opened.config, opened.device, opened.config.max_num_seqs
     stream, primary = _cuda.ExternalStream(int(target.stream)), not opened.works
@@ -237,7 +238,7 @@ def _work(opened: Opened, target: LaneStream, sms: int, width: int) -> LaneWork:
             opened.scale,
             LaneSms(opened.sms, sms),
             opened.kernels,
-            paged_run(opened.shape.head_dim, CODE_FOLDER),
+            attend,
             device,
             rings=rings,
             branch=_cuda.Stream() if primary else None,
