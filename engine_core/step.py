@@ -193,7 +193,7 @@ class PartitionTimes(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepTimes(msgspec.Struct, array_like=True, frozen=True):
-    """What forwards take on this worker's device, µs, measured at start with rows that have no context."""
+    """What forwards take on this worker's device, µs, measured at start with rows that have next to no context."""
 
     decode: list[tuple[int, int]]
     """(rows, µs) on the whole GPU, ascending."""

@@ -26,7 +26,7 @@ from engine_core.step import MOST_PRIMARY_TOKENS, StepTimes
 TARGET_FACTOR, TYPICAL_CONTEXT = 2.0, 512
 """Without `--itl-target-ms`: a decode step may take so many times as long as it would alone with rows of so many tokens
 …"""
-LEAST_FACTOR = 1.2
+LEAST_FACTOR = 1.25
 """… or, where contexts are long, so many times as long as it would alone with its own."""
 LEAST_ROWS = 16
 """Fewer decode rows are held to the pace of so many: a step of theirs takes little less, and prompts three times as
@@ -37,14 +37,13 @@ first token, and batches of more tokens don't get through more of them in the sa
 TTFT_TARGET_MS = 400.0
 """Without `--ttft-target-ms` and `--itl-target-ms`: how long prompts may take, all that wait together."""
 MARGIN = 0.96
-"""Of `--itl-target-ms`, for what the model doesn't know."""
+"""Of a target, for what the model doesn't know: the longest steps beside a prefill take longer than the median."""
 NEAR, NEAR_US = 1.05, 12000.0
 """Of ways that take up to so many times as long as the fastest, or so much longer, what all wait together decides."""
 PROMPT_WEIGHT = 2.0
 """A prompt's wait for its first token counts so many times as much as a decode row's for its next ones."""
 DELIVERY_US = 350.0
-"""Clients see so much more than what is predicted: what it takes to bring a step's tokens to them varies, and the
-longest steps beside a prefill take longer than the median."""
+"""Clients see so much more than what is predicted: what it takes to bring a step's tokens to them varies."""
 
 
 class Way(Enum):
@@ -114,7 +113,7 @@ class AutoPolicy:
         """Beside decode on the lane, however long they take: nobody said how long that may be, and it has an end."""
         if ttft_target_ms is None and itl_target_ms is None:
             ttft_target_ms = TTFT_TARGET_MS
-        self._target_us = None if itl_target_ms is None else MARGIN * 1e3 * itl_target_ms
+        self._target_us = None if itl_target_ms is None else 1e3 * itl_target_ms
         self._patience_us = float("inf") if ttft_target_ms is None else 1e3 * ttft_target_ms
         self._token_budget = token_budget
         self.model = StepModel(times, token_budget)
@@ -122,7 +121,7 @@ class AutoPolicy:
     def choose(self, load: Load) -> Choice:
         if not load.rows:
             return Choice(min(MOST_PRIMARY_TOKENS, self._token_budget), Way.ALONE)
-        target = self.target(load) - DELIVERY_US
+        target = MARGIN * self.target(load) - DELIVERY_US
         lanes = [self._lane(load, partition) for partition in self.model.partitions]
         ways = self._kept_chunk(load, target) + [lane for lane in lanes if lane.step_us <= target]
         if ways and self._soon_enough(load, way := self._best(load, ways)):

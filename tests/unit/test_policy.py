@@ -56,6 +56,13 @@ def test_the_largest_chunk_that_keeps_the_target() -> None:
     assert auto(9.3, times).choose(load()) == Choice(256, Way.MIXED)
 
 
+def test_without_an_asked_target_there_is_a_margin_too() -> None:
+    """16 rows take 3.45 ms alone at a usual context: twice that is 6.89, 6.62 with the margin, 6.27 less the delivery.
+    Red without the margin: then a step of 6.4 ms beside the lane would keep the target."""
+    assert auto(times=partitioned(decode_us=6_200)).choose(load()).way is Way.LANE
+    assert auto(times=partitioned(decode_us=6_400)).choose(load()).way is Way.MIXED
+
+
 def test_a_chunk_no_larger_than_what_is_left() -> None:
     """Red when a short prompt is padded to the largest chunk that the target would allow."""
     assert auto(100.0).choose(load(remaining=60)) == Choice(64, Way.MIXED)

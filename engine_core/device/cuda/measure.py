@@ -1,8 +1,9 @@
 """What this GPU's forwards take, measured at start over the captured graphs: what the lanes' policy predicts from.
 
-Owns the measuring; `scheduling/policy.py` owns what follows from it. Rows have no context unless said: their slots are
--1, so that attention has nothing to read and nothing is written. Times on the prefill lane come from the host's clock
-(its stream may be of a Green Context, which takes no timing event, rule E2).
+Owns the measuring; `scheduling/policy.py` owns what follows from it. Decode rows have tokens of their own and a page
+of context unless said: a row without a slot would be zeros all through the layers, for which a card draws little power,
+and without any context attention would cost nothing. Times on the prefill lane come from the host's clock (its stream
+may be of a Green Context, which takes no timing event, rule E2).
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from engine_core.device.cuda.compute import Heads, LaneWork, Replay
@@ -42,7 +42,7 @@ caches."""
 
 
 def step_times(opened: Opened, decoding: dict[int | None, dict[int, Replay]], total_pages: int) -> StepTimes:
-    """Every table of `StepTimes`. The device is idle before and after; page tables and inputs are left as they were."""
+    """Every table of `StepTimes`. The device is idle before and after; no slot has a page or a token then."""
     meter = _Meter(opened, decoding, total_pages)
     return StepTimes(
         decode=meter.decode(),
@@ -63,18 +63,12 @@ class _Meter:
         self._heads: Heads = opened.heads
         self._growth: dict[int, float] = {}
         """By tokens of a prefill longer than the probe: how many times as long as that it took."""
-        self._stage_prompts()
-
-    def _stage_prompts(self) -> None:
-        """Chunks of different tokens: steps in service took 7 to 12 % longer than over equal ones, presumably for the
-        power that a card draws."""
-        chance = np.random.default_rng(0)
-        for work in self._opened.works:
-            with _cuda.stream(work.stream):
-                fields = work.staging.begin()
-                fields["ids"][:] = chance.integers(0, self._opened.model.vocab_size, len(fields["ids"]))
-                work.staging.send(tokens=True)
-            work.stream.synchronize()
+        most = max(len(work.staging.on_device["ids"]) for work in opened.works)
+        self._tokens = np.random.default_rng(0).integers(0, opened.model.vocab_size, most)
+        """Different ones: steps in service took 7 to 12 % longer than over equal ones, presumably for the power that a
+        card draws."""
+        for work in opened.works:
+            self._stage(work)
 
     def _step(self, forward: Replay, rows: int, partition: int | None = None) -> Callable[[], None]:
         """A forward and the drawing behind it."""
@@ -101,12 +95,14 @@ class _Meter:
         return round(statistics.median(times))
 
     def decode(self) -> list[tuple[int, int]]:
-        return [(rows, self._us(self._step(replay, rows))) for rows, replay in sorted(self._decoding[None].items())]
+        replays = sorted(self._decoding[None].items())
+        with self._reading(replays[-1][0], PAGE):
+            return [(rows, self._us(self._step(replay, rows))) for rows, replay in replays]
 
     def mixed(self) -> list[tuple[int, int, int]]:
-        out = []
-        for rows, tokens in sorted(self._primary.ragged):
-            if rows:
+        out, shapes = [], sorted(shape for shape in self._primary.ragged if shape[0])
+        with self._reading(self._opened.row_buckets[-1], PAGE):
+            for rows, tokens in shapes:
                 self._plan(self._primary, 0, tokens)
                 drawn = bucket_of(self._opened.row_buckets, rows)
                 out.append((rows, tokens, self._us(self._step(self._primary.ragged[rows, tokens], drawn), 1)))
@@ -115,9 +111,10 @@ class _Meter:
     def context_ns(self) -> float:
         """For each token of KV that decode attention reads."""
         step = self._decode_step(None, self._rows)
-        without_us = self._us(step)
+        with self._reading(self._rows, PAGE):
+            short_us = self._us(step)
         with self._reading(self._rows, CONTEXT) as tokens:
-            return 1e3 * max(1, self._us(step) - without_us) / (self._rows * tokens)
+            return 1e3 * max(1, self._us(step) - short_us) / (self._rows * max(1, tokens - PAGE))
 
     def _decode_step(self, partition: int | None, rows: int) -> Callable[[], None]:
         return self._step(self._decoding[partition][rows], rows, partition)
@@ -126,14 +123,18 @@ class _Meter:
         """What decode and prefill take side by side, with that partition in force."""
         work, rows = self._opened.prefills[index], self._beside_rows()
         steps = {count: self._decode_step(index, count) for count in rows}
-        decode = self._beside(work, steps)
+        with self._reading(rows[-1], PAGE):
+            decode = self._beside(work, steps)
         few = [count for count in rows if count in READING_ROWS] or rows[-1:]
         with self._reading(few[-1], CONTEXT) as tokens:
             reading = self._beside(work, {count: steps[count] for count in few})
         return PartitionTimes(
             decode=list(decode.items()),
             prefill=self._prefill_times(work, self._decode_step(index, self._rows)),
-            reading=[(count, 1e3 * max(1, us - decode[count]) / (count * tokens)) for count, us in reading.items()],
+            reading=[
+                (count, 1e3 * max(1, us - decode[count]) / (count * max(1, tokens - PAGE)))
+                for count, us in reading.items()
+            ],
         )
 
     def _beside_rows(self) -> list[int]:
@@ -210,25 +211,31 @@ class _Meter:
     def _reading(self, rows: int, context: int) -> Iterator[int]:
         """Decode steps of up to so many rows read so many tokens of KV for each, or what there is: how many.
 
-        Pages lie as rows that grow side by side take them.
+        Pages lie as rows that grow side by side take them; rows share them where there are fewer than rows.
         """
         opened = self._opened
-        pages = min(context // PAGE, self._total_pages // rows, opened.page_table.shape[1])
-        table = torch.arange(rows * pages, dtype=torch.int32, device=opened.device)
+        pages = max(1, min(context // PAGE, self._total_pages // rows, opened.page_table.shape[1]))
+        table = torch.arange(rows * pages, dtype=torch.int32, device=opened.device) % self._total_pages
         opened.page_table[:rows, :pages] = table.view(pages, rows).T
-        self._stage_rows(np.arange(rows), pages * PAGE - 1)
+        opened.tables.last_token[:rows] = torch.from_numpy(self._tokens[:rows])
+        self._stage(self._primary, rows, pages * PAGE - 1)
         _cuda.synchronize()
         yield pages * PAGE
         opened.page_table.zero_()
-        self._stage_rows(np.full(rows, -1), 0)
+        opened.tables.last_token.zero_()
+        self._stage(self._primary)
         _cuda.synchronize()
 
-    def _stage_rows(self, slots: npt.NDArray[np.integer[Any]], position: int) -> None:
-        """What decode graphs replay over from now on."""
-        with _cuda.stream(self._primary.stream):
-            fields = self._primary.staging.begin()
-            fields["slots"][: len(slots)], fields["positions"][: len(slots)] = slots, position
-            self._primary.staging.send(tokens=False)
+    def _stage(self, work: LaneWork, rows: int = 0, position: int = 0) -> None:
+        """What that lane's graphs replay over from now on: chunks of different tokens, and slots of so many rows."""
+        with _cuda.stream(work.stream):
+            fields = work.staging.begin()
+            for slots, positions in (("slots", "positions"), ("token_slots", "token_positions")):
+                fields[slots][:] = np.where((order := np.arange(len(fields[slots]))) < rows, order, -1)
+                fields[positions][:] = position
+            fields["ids"][:] = self._tokens[: len(fields["ids"])]
+            work.staging.send(tokens=True)
+        work.stream.synchronize()
 
     def history(self) -> list[tuple[int, float]]:
         """ns for each token of KV before a chunk of so many tokens: attention comes in tiles of them."""
