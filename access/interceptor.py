@@ -7,16 +7,17 @@ exist need one like all others.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from access.keys import KeyFile
+from access.keys import NO_KEY, UNKNOWN_KEY, KeyFile
 from access.malformed import MalformedInterceptor
 
 OPEN_METHODS = ("/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch")
-MESSAGE = "a key is needed: send the metadata `authorization: Bearer KEY`"
+METADATA = "the metadata `authorization: Bearer KEY`"
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
@@ -28,11 +29,13 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
-        if handler_call_details.method in OPEN_METHODS or self._keys.accepts(_authorization(handler_call_details)):
+        authorization = _authorization(handler_call_details)
+        if handler_call_details.method in OPEN_METHODS or self._keys.accepts(authorization):
             return await continuation(handler_call_details)
         self._keys.refused += 1
         # a stream handler runs without waiting for a message, and any kind of call can be refused by one
-        return grpc.stream_stream_rpc_method_handler(_refuse)
+        refuse = partial(_refuse, NO_KEY if authorization is None else UNKNOWN_KEY)
+        return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 def interceptors(keys: KeyFile | None) -> tuple[grpc.aio.ServerInterceptor, ...]:  # type: ignore[type-arg]
@@ -49,5 +52,5 @@ def _authorization(details: grpc.HandlerCallDetails) -> bytes | None:
     return value if isinstance(value, bytes) else str(value).encode()
 
 
-async def _refuse(messages: Any, context: Any) -> None:
-    await context.abort(grpc.StatusCode.UNAUTHENTICATED, MESSAGE)
+async def _refuse(why: str, messages: Any, context: Any) -> None:
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"{why} {METADATA}")

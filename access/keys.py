@@ -16,6 +16,8 @@ from access.policy import AccessError
 log = logging.getLogger(__name__)
 
 MAX_KEYS = 1024
+NO_KEY, UNKNOWN_KEY = "a key is needed: send", "the key isn't one of the server's: send another with"
+"""What who is turned away hears, before the name of the header."""
 _KEY = re.compile(rb"[!-~]{1,512}")
 _BEARER = re.compile(rb"bearer +([!-~]{1,512}) *", re.IGNORECASE)
 

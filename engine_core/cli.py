@@ -88,7 +88,8 @@ FLAGS = (
         "ttft_target_ms",
         float,
         "MS",
-        "how long prompts may wait before decode gives way, for auto; default: 400, with an ITL target never",
+        "how long prompts may wait before decode gives way, for auto; default: 400, for a lone one on the lane "
+        "and with an ITL target never",
     ),
     Flag(
         "staged_inputs",

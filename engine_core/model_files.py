@@ -44,7 +44,7 @@ def _reason(error: Exception) -> str:
     if isinstance(error, RepositoryNotFoundError):
         return "the model hub has no such repository, or shows it to others only: `hf auth login`"
     if isinstance(error, LocalEntryNotFoundError):
-        return "the repository isn't in the local cache and the model hub can't be reached"
+        return "the repository isn't in the local cache (HF_HOME) and the model hub can't be reached: name a folder"
     if isinstance(error, HfHubHTTPError):
         return f"the model hub answered with status {error.response.status_code}"
     if isinstance(error, OSError):

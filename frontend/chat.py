@@ -250,6 +250,8 @@ def _report(server: Server, error: grpc.RpcError) -> int:
     sys.stderr.write(f"error: {code.name}: {details}\n")
     if code is grpc.StatusCode.UNAVAILABLE and "failed to connect" in details:
         sys.stderr.write(f"{_remedy(server, details)}\n")
+    elif code is grpc.StatusCode.UNAVAILABLE and "resolving" in details:
+        sys.stderr.write("--address takes HOST:PORT of the text gRPC port, without http://\n")
     elif code is grpc.StatusCode.UNAUTHENTICATED:
         sys.stderr.write("--api-key-file FILE sends the first key of a file\n")
     return FAILED

@@ -44,7 +44,7 @@ class Finding:
 def check_machine(model: str | None, device: str, ports: Sequence[int]) -> list[Finding]:
     """Look at everything; touches no GPU state and starts no server."""
     torch = _probe_torch()
-    findings = [_python(), _torch(torch), _driver(), _device(device), _gpu(torch, device), _lanes(torch)]
+    findings = [_python(), _torch(torch), _driver(), _device(device), _gpu(torch, device), _lanes(torch, device)]
     if model is not None:
         findings += _model(model, device)
     return [*findings, *(_port(port) for port in ports)]
@@ -117,8 +117,10 @@ def _device(device: str) -> Finding:
     return Finding("device", known, device if known else f"{device!r} is none of cpu, cuda, cuda:N and fake")
 
 
-def _lanes(probed: dict[str, Any] | str) -> Finding:
+def _lanes(probed: dict[str, Any] | str, device: str) -> Finding:
     """Lane modes that this version serves on this machine."""
+    if device == "fake":
+        return Finding("lane modes", None, "off, stream, green and auto, of a GPU that is pretended")
     if isinstance(probed, str) or not probed["gpus"]:
         return Finding("lane modes", None, "off (stream, green and auto need a GPU)")
     served = [gpu for gpu in probed["gpus"] if gpu["capability"] == LANE_CAPABILITY]

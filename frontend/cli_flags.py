@@ -106,7 +106,7 @@ FLAGS = (
         "itl-target-ms",
         To.ENGINE,
         "Engine",
-        "What a decode step may take beside prefill, for auto; default: twice its lone pace",
+        "What a decode step may take beside prefill, for auto; default: twice what it takes alone",
         "MS",
     ),
     Flag(

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping,
 from dataclasses import dataclass
 from typing import Any
 
-from access.keys import KeyFile
+from access.keys import NO_KEY, UNKNOWN_KEY, KeyFile
 from frontend.api_errors import Headers, HttpError, http_headers, http_status, openai_body, unexpected, where
 from frontend.request import ApiError
 from frontend.spans import Spans
@@ -218,9 +218,8 @@ class HttpServer:
         """Raise HttpError (401) for a request that lacks its key, whether or not there is anything at its path."""
         if self._keys is not None and not exchange.trusted and exchange.path not in self._open_paths:
             self._keys.refused += 1
-            raise HttpError(
-                401, "a key is needed: send the header `Authorization: Bearer KEY`", [(b"www-authenticate", b"Bearer")]
-            )
+            what = UNKNOWN_KEY if b"authorization" in exchange.headers else NO_KEY
+            raise HttpError(401, f"{what} the header `Authorization: Bearer KEY`", [(b"www-authenticate", b"Bearer")])
 
     def _handler(self, path: str, method: str) -> Handler:
         methods = self._exact.get(path)

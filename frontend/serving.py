@@ -188,7 +188,8 @@ class Served:
         if self._template is None:
             raise ApiError(
                 Code.INVALID_ARGUMENT,
-                "this model has no chat template, so it can't chat; send a prompt to /v1/completions",
+                "this model has no chat template that could be used (the server's log says why), so it can't chat; "
+                "send a prompt to /v1/completions",
                 "messages",
             )
         text = await self._template.render(

@@ -12,7 +12,8 @@ The rules
   * A process that ends with status 2 says that its settings can't be served: everything stops, exit status 2.
   * A process that doesn't become ready in time, or shows no sign of life, is killed, and so restarted. A frontend's
     time counts from when the engine core is ready.
-  * The first signal drains: frontends finish what is open, then the engine core ends. The second stops at once.
+  * The first signal drains: frontends finish what is open, then the engine core ends. Who falls silent meanwhile is
+    killed, too, and who takes longer than the bound; the status is 1 then. The second signal stops at once.
 """
 
 from __future__ import annotations
@@ -108,6 +109,8 @@ class _Process:
     restarts: deque[float] = field(default_factory=deque)
     killed_for: str | None = None
     """Why this supervisor killed it, for the report of its end."""
+    ending: bool = False
+    """The engine core of a drain, asked to end: it needn't show signs of life any more."""
 
     @property
     def alive(self) -> bool:
@@ -171,9 +174,11 @@ class Supervisor:
         return self._wind_down()
 
     def silent(self, name: str, seconds: float) -> list[Instruction]:
-        """The process has shown no sign of life for `seconds`. Draining and stopping have their own bounds."""
+        """The process has shown no sign of life for `seconds`. Who is asked to end at once has a bound of its own."""
         process = self._processes[name]
-        if self._mode is not Mode.RUNNING or process.phase is not Phase.SERVING or process.killed_for:
+        if self._mode is Mode.STOPPING or process.phase is not Phase.SERVING:
+            return []
+        if process.killed_for or process.ending:
             return []
         return self._kill(process, f"showed no sign of life for {seconds:.1f} s and was killed")
 
@@ -192,10 +197,7 @@ class Supervisor:
     def tick(self, now: float) -> list[Instruction]:
         """Carry out what is due."""
         if self._mode is not Mode.RUNNING:
-            if now < self._mode_deadline:
-                return []
-            self._mode_deadline = math.inf
-            return [Kill(each.name) for each in self._processes.values() if each.alive]
+            return self._end_overdue(now) if now >= self._mode_deadline else []
         out: list[Instruction] = []
         for process in self._processes.values():
             if process.phase is Phase.WAITING and now >= process.deadline:
@@ -203,6 +205,17 @@ class Supervisor:
             elif process.phase is Phase.STARTING and now >= process.deadline and not process.killed_for:
                 out += self._kill(process, f"was not ready after {process.start_bound:.0f} s and was killed")
         return out
+
+    def _end_overdue(self, now: float) -> list[Instruction]:
+        """Of a drain the frontends first: the engine core, which waits for them, ends by itself then."""
+        left = [each for each in self._processes.values() if each.alive and not each.killed_for]
+        if self._mode is Mode.STOPPING or not left:
+            self._mode_deadline = math.inf
+            return [Kill(each.name) for each in left]
+        self._mode_deadline = now + STOP_S
+        overdue = [each for each in left if each is not self._core] or left
+        why = f"had not ended {self._drain_bound:g} s after the signal and was killed"
+        return [kill for process in overdue for kill in self._kill(process, why)]
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do next, or None."""
@@ -230,6 +243,8 @@ class Supervisor:
 
     def _kill(self, process: _Process, why: str) -> list[Instruction]:
         process.killed_for = why
+        if self._mode is Mode.DRAINING:
+            self._fail(1, f"the {process.name} {why}")
         return [Kill(process.name)]
 
     def _stop_or_restart(self, process: _Process, status: int, how: str, now: float) -> list[Instruction]:
@@ -271,7 +286,10 @@ class Supervisor:
             return []
         if not self._core.alive:
             return [Finish(self._status, self._cause)]
-        return [Terminate(self._core.name)] if self._mode is Mode.DRAINING else []
+        if self._mode is not Mode.DRAINING:
+            return []
+        self._core.ending = True
+        return [Terminate(self._core.name)]
 
     def _fail(self, status: int, cause: str) -> None:
         if self._status == 0:

@@ -69,6 +69,7 @@ class StepModel:
 
     def __init__(self, times: StepTimes, token_budget: int) -> None:
         self._times = times
+        self._token_budget = token_budget
         self._decode = _columns(times.decode)
         self._beside = [_columns(partition.decode) for partition in times.partitions]
         self._prefill = [_columns(partition.prefill) for partition in times.partitions]
@@ -87,8 +88,10 @@ class StepModel:
         return range(len(self._times.partitions))
 
     def sizes(self, rows: int) -> list[int]:
-        """Tokens of the chunks that can stand beside so many decode rows, ascending."""
-        return [tokens for tokens, _ in self._sizes(rows)]
+        """Tokens of the chunks that can stand beside so many decode rows, ascending: with them no more than a step may
+        have."""
+        room = max(1, self._token_budget - rows)
+        return list(dict.fromkeys(min(tokens, room) for tokens, _ in self._sizes(rows)))
 
     def decode(self, load: Load) -> float:
         us = _at_least(self._decode, load.rows) + self._reading(load)

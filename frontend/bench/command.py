@@ -160,7 +160,8 @@ def _print(console: rich.console.Console, mix: Mix, phases: Sequence[Phase]) -> 
     if phases[-1].alive < mix.decoders:
         console.print(
             f"Only {phases[-1].alive} of {mix.decoders} decoders were left at the end: the figures flatter. "
-            "Raise --out, or lower --n or --seconds.",
+            "Raise --out, or lower --n or --seconds; where the server ran short of KV pages (it counts preemptions), "
+            "give it more --kv-cache-memory, or lower --decoders or --out.",
             style="bold",
             highlight=False,
         )

@@ -181,7 +181,7 @@ def test_a_repository_that_cannot_be_had_is_a_config_error(monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     assert find_model("owner/there", CONFIG_FILES) == tmp_path
     assert asked == [("owner/there", list(CONFIG_FILES))]
-    with pytest.raises(ConfigError, match=r"the model hub can't be reached$"):
+    with pytest.raises(ConfigError, match=r"the model hub can't be reached: name a folder$"):
         find_model("owner/gone", CONFIG_FILES)
 
 

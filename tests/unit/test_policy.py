@@ -68,6 +68,13 @@ def test_a_chunk_no_larger_than_what_is_left() -> None:
     assert auto(100.0).choose(load(remaining=60)) == Choice(64, Way.MIXED)
 
 
+def test_a_step_has_no_more_tokens_than_it_may() -> None:
+    """Red when a chunk fills the budget of a step that holds decode rows, too."""
+    policy = AutoPolicy(2048, pretended_times(256), 600_000.0, None)
+    assert policy.choose(load(200)) == Choice(1848, Way.MIXED)
+    assert AutoPolicy(64, TIMES, None, None).model.sizes(60) == [4]
+
+
 def test_the_lane_where_it_finishes_sooner_within_the_target() -> None:
     """At 7 ms only 128 tokens a step can be mixed, 32 steps of 5.9 ms; the lane takes 123 ms and decode beside it 4.7.
     Red when the two ways' times are compared wrongly. With a looser target mixing wins: 2048 at 44 ms, twice."""

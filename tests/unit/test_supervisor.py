@@ -191,14 +191,6 @@ def test_the_second_signal_stops_at_once_and_the_third_kills() -> None:
     assert supervisor.exited(ONE, -9, 4.2) == [Finish(0, "stopped by signal")]
 
 
-def test_a_drain_has_a_bound() -> None:
-    """Red if a process that ignores SIGTERM keeps `serve` from ending."""
-    supervisor = serving(ONE)
-    supervisor.signalled(1.0)
-    assert supervisor.tick(30.0 + DRAIN_MARGIN_S) == []
-    assert supervisor.tick(31.0 + DRAIN_MARGIN_S) == [Kill(CORE), Kill(ONE)]
-
-
 def test_a_signal_while_a_restart_is_due_starts_nothing() -> None:
     """Red if a stopping supervisor starts a process again."""
     supervisor = serving(ONE)
@@ -239,11 +231,44 @@ def test_a_stop_while_starting_is_a_clean_one() -> None:
         assert finish == end or (end is None and finish.status == 1)
 
 
-def test_silence_is_ignored_while_draining() -> None:
-    """Red if a frontend that stopped accepting is killed for not answering, with its requests still open."""
+def test_who_falls_silent_while_draining_is_killed_and_named() -> None:
+    """Red if a frozen frontend keeps its clients waiting until the drain's bound, the engine core goes before it or is
+    blamed, or one that is ending is killed for what it needn't do any more."""
+    supervisor = serving(ONE, TWO)
+    supervisor.signalled(1.0)
+    assert supervisor.exited(TWO, 0, 2.0) == []
+    assert supervisor.silent(ONE, 5.0) == [Kill(ONE)]
+    assert supervisor.silent(ONE, 6.0) == []
+    assert supervisor.exited(ONE, -9, 7.0) == [Terminate(CORE)]
+    assert supervisor.silent(CORE, 5.0) == []
+    cause = f"the {ONE} showed no sign of life for 5.0 s and was killed"
+    assert supervisor.exited(CORE, 0, 8.0) == [Finish(1, cause)]
+
+
+def test_an_engine_core_that_falls_silent_while_draining_is_killed() -> None:
+    """Red if frontends that wait for a frozen engine core hold up the stop until the drain's bound."""
     supervisor = serving(ONE)
     supervisor.signalled(1.0)
-    assert supervisor.silent(ONE, 9.0) == []
+    assert supervisor.silent(CORE, 5.0) == [Kill(CORE)]
+    assert supervisor.exited(CORE, -9, 6.0) == []
+    cause = f"the {CORE} showed no sign of life for 5.0 s and was killed"
+    assert supervisor.exited(ONE, 0, 6.1) == [Finish(1, cause)]
+
+
+def test_who_takes_longer_than_the_drains_bound_is_killed_and_named() -> None:
+    """Red if the engine core is killed with the frontends it waits for, or isn't when it takes longer than they did."""
+    supervisor = serving(ONE, TWO)
+    supervisor.signalled(1.0)
+    bound = 31.0 + DRAIN_MARGIN_S
+    assert supervisor.next_deadline() == bound
+    assert supervisor.exited(TWO, 0, 2.0) == []
+    assert supervisor.tick(bound - 0.1) == []
+    assert supervisor.tick(bound) == [Kill(ONE)]
+    assert supervisor.exited(ONE, -9, bound + 0.1) == [Terminate(CORE)]
+    assert supervisor.next_deadline() == bound + STOP_S
+    assert supervisor.tick(bound + STOP_S) == [Kill(CORE)]
+    cause = f"the {ONE} had not ended 35 s after the signal and was killed"
+    assert supervisor.exited(CORE, -9, bound + STOP_S) == [Finish(1, cause)]
 
 
 def test_statuses_in_words() -> None:
