@@ -217,8 +217,8 @@ def read_config(options: argparse.Namespace) -> EngineConfig:
         raise ConfigError(f"--log-level is {config.log_level!r}; it must be one of {', '.join(LEVELS)}")
     if config.worker_address is not None and not config.worker_address.startswith("unix:/"):
         raise ConfigError(f"--worker-address is {config.worker_address!r}; it must be unix:/path")
-    if config.crash_dir is not None and Path(config.crash_dir).exists() and not Path(config.crash_dir).is_dir():
-        raise ConfigError(f"--crash-dir {config.crash_dir} is no folder")
+    if config.crash_dir is not None:
+        make_crash_dir(Path(config.crash_dir))
     if config.step_log is not None:
         check_step_log(Path(config.step_log))
     check_guards(config)
@@ -227,6 +227,18 @@ def read_config(options: argparse.Namespace) -> EngineConfig:
 
         tracing(config.otlp_traces_endpoint).close()
     return config
+
+
+def make_crash_dir(folder: Path) -> None:
+    """Reports must find it when it is too late to say that they can't be written. Raises ConfigError."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--crash-dir {folder} is no folder")
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--crash-dir {folder} can't be made: {error.strerror}") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"--crash-dir {folder} can't be written to by this user")
 
 
 def check_guards(config: EngineConfig) -> None:

@@ -109,8 +109,6 @@ class _Process:
     restarts: deque[float] = field(default_factory=deque)
     killed_for: str | None = None
     """Why this supervisor killed it, for the report of its end."""
-    ending: bool = False
-    """The engine core of a drain, asked to end: it needn't show signs of life any more."""
 
     @property
     def alive(self) -> bool:
@@ -176,9 +174,7 @@ class Supervisor:
     def silent(self, name: str, seconds: float) -> list[Instruction]:
         """The process has shown no sign of life for `seconds`. Who is asked to end at once has a bound of its own."""
         process = self._processes[name]
-        if self._mode is Mode.STOPPING or process.phase is not Phase.SERVING:
-            return []
-        if process.killed_for or process.ending:
+        if self._mode is Mode.STOPPING or process.phase is not Phase.SERVING or process.killed_for:
             return []
         return self._kill(process, f"showed no sign of life for {seconds:.1f} s and was killed")
 
@@ -286,10 +282,7 @@ class Supervisor:
             return []
         if not self._core.alive:
             return [Finish(self._status, self._cause)]
-        if self._mode is not Mode.DRAINING:
-            return []
-        self._core.ending = True
-        return [Terminate(self._core.name)]
+        return [Terminate(self._core.name)] if self._mode is Mode.DRAINING else []
 
     def _fail(self, status: int, cause: str) -> None:
         if self._status == 0:

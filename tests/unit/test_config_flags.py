@@ -94,6 +94,7 @@ def test_sizes(text: str, value: int) -> None:
         ((f"--model={MODEL}", "--log-level=loud"), "--log-level is 'loud'"),
         ((f"--model={MODEL}", "--max-model-len=4096"), "beyond the model's context of 2048 tokens"),
         ((f"--model={MODEL}", f"--crash-dir={MODEL / 'config.json'}"), "is no folder"),
+        ((f"--model={MODEL}", "--crash-dir=/proc/reports"), "can't be made: "),
         ((f"--model={MODEL}", "--gpu-wait-timeout=nan"), "--gpu-wait-timeout is nan"),
         (("--model=/nowhere/at/all",), "no such folder"),
         (("--model=../escape",), "no such folder, and no repository id"),

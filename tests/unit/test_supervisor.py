@@ -232,15 +232,14 @@ def test_a_stop_while_starting_is_a_clean_one() -> None:
 
 
 def test_who_falls_silent_while_draining_is_killed_and_named() -> None:
-    """Red if a frozen frontend keeps its clients waiting until the drain's bound, the engine core goes before it or is
-    blamed, or one that is ending is killed for what it needn't do any more."""
+    """Red if a frozen frontend keeps its clients waiting until the drain's bound, or the engine core goes before it or
+    is blamed."""
     supervisor = serving(ONE, TWO)
     supervisor.signalled(1.0)
     assert supervisor.exited(TWO, 0, 2.0) == []
     assert supervisor.silent(ONE, 5.0) == [Kill(ONE)]
     assert supervisor.silent(ONE, 6.0) == []
     assert supervisor.exited(ONE, -9, 7.0) == [Terminate(CORE)]
-    assert supervisor.silent(CORE, 5.0) == []
     cause = f"the {ONE} showed no sign of life for 5.0 s and was killed"
     assert supervisor.exited(CORE, 0, 8.0) == [Finish(1, cause)]
 
@@ -253,6 +252,11 @@ def test_an_engine_core_that_falls_silent_while_draining_is_killed() -> None:
     assert supervisor.exited(CORE, -9, 6.0) == []
     cause = f"the {CORE} showed no sign of life for 5.0 s and was killed"
     assert supervisor.exited(ONE, 0, 6.1) == [Finish(1, cause)]
+    alone = serving(ONE)
+    alone.signalled(1.0)
+    assert alone.exited(ONE, 0, 1.1) == [Terminate(CORE)]
+    assert alone.silent(CORE, 5.0) == [Kill(CORE)]
+    assert alone.exited(CORE, -9, 6.0) == [Finish(1, cause)]
 
 
 def test_who_takes_longer_than_the_drains_bound_is_killed_and_named() -> None:
