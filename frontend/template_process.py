@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any
 
 import msgspec
@@ -27,6 +28,8 @@ from frontend.template_child import FAILED, LENGTH_BYTES, MAX_RENDERED_CHARS, RE
 
 RENDER_S = 3.0
 """A chat of 1,000 messages takes about 20 ms."""
+STOOD_STILL = 0.1
+"""A child that ran for less than this share of RENDER_S was kept from it: no template waits for anything."""
 START_S = 30.0
 PIECE_BYTES = 1 << 16
 
@@ -40,7 +43,7 @@ class _Late(Exception):
 
 
 class _Gone(Exception):
-    """The child has ended."""
+    """The child has ended, or stood still."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,28 +83,31 @@ class Renderer:
 
     def _render(self, rendering: Rendering) -> str:
         request = msgspec.json.encode((rendering.source, rendering.variables, rendering.now))
-        deadline = time.monotonic() + RENDER_S
         try:
-            what, text = self._ask(request, deadline)
+            what, text = self._ask(request)
         except _Gone:  # perhaps over something else, such as a machine short of memory: twice is the chat's fault
             try:
-                what, text = self._ask(request, deadline)
+                what, text = self._ask(request)
             except _Gone:
                 raise RenderFailed(
-                    "the chat can't be rendered: the process of the model's chat template ended"
+                    "the chat can't be rendered: the process of the model's chat template ended, or stood still"
                 ) from None
         if what != RENDERED:
             raise RenderFailed(_explained(what, text))
         return text
 
-    def _ask(self, request: bytes, deadline: float) -> tuple[str, str]:
+    def _ask(self, request: bytes) -> tuple[str, str]:
         """Raises RenderFailed when the answer is late, and _Gone."""
         child = self._started()
+        had_run = child.ran_s()
         try:
-            return child.ask(request, deadline)
+            return child.ask(request, time.monotonic() + RENDER_S)
         except (_Late, _Gone) as error:
+            stood_still = isinstance(error, _Late) and child.ran_s() - had_run < STOOD_STILL * RENDER_S
             self._child = None
             child.end()
+            if stood_still:
+                raise _Gone from None
             if isinstance(error, _Gone):
                 raise
             raise RenderFailed(
@@ -147,6 +153,11 @@ class _Child:
     def ended(self) -> bool:
         """Whether it has died while nobody asked it anything."""
         return self._process.poll() is not None
+
+    def ran_s(self) -> float:
+        """Seconds of CPU time so far."""
+        times = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(times[11]) + int(times[12])) / os.sysconf("SC_CLK_TCK")
 
     def ask(self, request: bytes, deadline: float) -> tuple[str, str]:
         """Send a frame, take the answer. Raises _Late or _Gone; the child is of no use then."""

@@ -205,6 +205,18 @@ async def test_the_chat_after_a_runaway_is_rendered(monkeypatch: pytest.MonkeyPa
     assert await template.render([{"size": 2}]) == "aa"
 
 
+async def test_a_child_that_stands_still_costs_no_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if a chat is refused because the process that renders it was stopped, or if that process is kept."""
+    before = set(psutil.Process().children())
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    assert await template.render([{"content": "x"}]) == "x"
+    (child,) = set(psutil.Process().children()) - before
+    child.suspend()
+    monkeypatch.setattr(template_process, "RENDER_S", 0.5)
+    assert await template.render([{"content": "y"}]) == "y"
+    assert not child.is_running()
+
+
 async def test_the_event_loop_runs_while_a_template_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Red if a built-in call of a template holds this process's interpreter."""
     monkeypatch.setattr(template_process, "RENDER_S", 0.5)
