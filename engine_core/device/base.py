@@ -166,6 +166,11 @@ class Device:
 DEFAULT_KV_BYTES = 1 << 30
 
 
+def no_room(pages: int, error: Exception) -> ConfigError:
+    """Of a machine whose memory doesn't hold so many."""
+    return ConfigError(f"{pages} pages of KV can't be had on this machine ({error}); name less with --kv-cache-memory")
+
+
 def page_budget(config: WorkerConfig, model: ModelConfig, item_bytes: int) -> tuple[int, int]:
     """(KV pages, max_model_len) for a KV cache of `--kv-cache-memory` bytes, 1 GiB unless it is given.
 

@@ -15,10 +15,9 @@ import numpy as np
 import torch
 
 from engine_core.config import WorkerConfig
-from engine_core.device.base import Batch, Device, Int32, LaneSizes, Sampled, page_budget
+from engine_core.device.base import Batch, Device, Int32, LaneSizes, Sampled, no_room, page_budget
 from engine_core.device.driver import Driver, ImmediateDriver, Watch
 from engine_core.device.lanes import LaneStream
-from engine_core.errors import ConfigError
 from engine_core.model_config import ModelConfig, load_model_config
 from engine_core.models.dense import DenseModel
 from engine_core.models.weights import load_model
@@ -131,6 +130,4 @@ def _kv_cache(model: ModelConfig, pages: int, page_size: int, dtype: torch.dtype
             dtype=dtype,
         )
     except (OSError, OverflowError) as error:
-        raise ConfigError(
-            f"{pages} pages of KV can't be had on this machine ({error}); name less with --kv-cache-memory"
-        ) from error
+        raise no_room(pages, error) from error

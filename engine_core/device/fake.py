@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from engine_core.config import WorkerConfig
 from engine_core.device.appended_pages import AppendedPages
-from engine_core.device.base import Batch, Device, Int32, LaneSizes, Sampled, page_budget
+from engine_core.device.base import Batch, Device, Int32, LaneSizes, Sampled, no_room, page_budget
 from engine_core.device.driver import Driver, Watch
 from engine_core.device.fake_driver import HOST, Clocks, FakeTable, RaceDetected, Ticks
 from engine_core.device.green import lane_sizes
@@ -227,18 +227,21 @@ def open_on(table: FakeTable, config: WorkerConfig, watch: Watch, progress: Call
     pages, max_model_len = page_budget(config, model, item_bytes=4)
     driver = Driver(table, watch)
     streams, partitions = open_streams(driver, config.decode_overlap, config.decode_sms, ExitStack())
-    compute = FakeCompute(
-        table,
-        {lane: target.stream for lane, target in streams.items()},
-        total_pages=pages,
-        page_size=config.page_size,
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=max_model_len,
-        vocab_size=model.vocab_size,
-        rings=config.async_depth + 1,
-        whole_context=False,
-        partitions=[partition.prefill.stream for partition in partitions],
-    )
+    try:
+        compute = FakeCompute(
+            table,
+            {lane: target.stream for lane, target in streams.items()},
+            total_pages=pages,
+            page_size=config.page_size,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=max_model_len,
+            vocab_size=model.vocab_size,
+            rings=config.async_depth + 1,
+            whole_context=False,
+            partitions=[partition.prefill.stream for partition in partitions],
+        )
+    except (MemoryError, ValueError) as error:  # of numpy, by how much too many there are
+        raise no_room(pages, error) from error
     progress("fake model", 1, 1)
     return Device(
         driver=driver,
