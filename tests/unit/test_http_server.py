@@ -161,9 +161,19 @@ async def test_unexpected_error(client: httpx.AsyncClient, site: Site, caplog: p
     assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
 
 
-@pytest.mark.parametrize("head", [b"nonsense\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET /\xff HTTP/1.1\r\n\r\n", b""])
-async def test_malformed_http(url: str, client: httpx.AsyncClient, head: bytes) -> None:
-    """Red if what is no HTTP, or a header without an end, gets anything but a shaped refusal, or takes memory."""
+@pytest.mark.parametrize(
+    ("head", "why"),
+    [
+        (b"nonsense\r\n\r\n", "this is no HTTP that can be read: Invalid method encountered"),
+        (b"GET / HTTP/9.9\r\n\r\n", "this is no HTTP that can be read: Invalid HTTP version"),
+        (b"GET /\xff HTTP/1.1\r\n\r\n", "this is no HTTP that can be read: Invalid char"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", "this port speaks HTTP without TLS: use http://"),
+        (b"", "the request line and headers are larger than"),
+    ],
+)
+async def test_malformed_http(url: str, client: httpx.AsyncClient, head: bytes, why: str) -> None:
+    """Red if what is no HTTP, or a header without an end, gets anything but a shaped refusal that tells why, or takes
+    memory."""
     reader, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"))
     if head:
         writer.write(head)
@@ -176,7 +186,9 @@ async def test_malformed_http(url: str, client: httpx.AsyncClient, head: bytes) 
     with contextlib.suppress(ConnectionError):
         said = await reader.read()
         assert said.startswith(b"HTTP/1.1 400 ")
-        assert json.loads(said.split(b"\r\n\r\n", 1)[1])["error"]["type"] == "invalid_request_error"
+        error = json.loads(said.split(b"\r\n\r\n", 1)[1])["error"]
+        assert error["type"] == "invalid_request_error"
+        assert why in error["message"]
     writer.close()
     assert (await client.get("/health")).status_code == 200
 
