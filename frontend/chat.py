@@ -26,6 +26,8 @@ CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
 )
 FAILED, USAGE = 1, 2
+UNRESOLVED = "resolving"
+"""In what gRPC says of an address that it can't make one of."""
 REACHED_S = 10.0
 """For a server to answer before a conversation begins."""
 
@@ -248,10 +250,8 @@ def _report(server: Server, error: grpc.RpcError) -> int:
     """The status and its reason; for a server that isn't reached, what to do."""
     code, details = error.code(), error.details() or ""
     sys.stderr.write(f"error: {code.name}: {details}\n")
-    if code is grpc.StatusCode.UNAVAILABLE and "failed to connect" in details:
+    if code is grpc.StatusCode.UNAVAILABLE and ("failed to connect" in details or UNRESOLVED in details):
         sys.stderr.write(f"{_remedy(server, details)}\n")
-    elif code is grpc.StatusCode.UNAVAILABLE and "resolving" in details:
-        sys.stderr.write("--address takes HOST:PORT of the text gRPC port, without http://\n")
     elif code is grpc.StatusCode.UNAUTHENTICATED:
         sys.stderr.write("--api-key-file FILE sends the first key of a file\n")
     return FAILED
@@ -259,6 +259,8 @@ def _report(server: Server, error: grpc.RpcError) -> int:
 
 def _remedy(server: Server, details: str) -> str:
     """Closed at once, or a failed handshake: one side speaks TLS where the other doesn't."""
+    if UNRESOLVED in details:
+        return "--address takes HOST:PORT of the text gRPC port, without http://"
     if "Failed parsing HTTP/2" in details:
         return f"{server.address} speaks HTTP alone: --address takes the text gRPC address (--grpc-port, 50051)"
     if server.ca_certs is None and "Socket closed" in details:

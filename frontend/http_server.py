@@ -226,8 +226,7 @@ class HttpServer:
         if methods is None:
             methods = next((m for prefix, m in self._prefixes.items() if path.startswith(prefix)), None)
         if methods is None:
-            there = sorted(known for known in self._exact if not known.startswith("/web/"))
-            raise HttpError(404, f"there is nothing at this path; there are {', '.join(there)}")
+            raise HttpError(404, "there is nothing at this path; the API is under /v1, GET / is a page of all there is")
         handler = methods.get("GET" if method == "HEAD" else method)
         if handler is None:
             allowed = ", ".join(sorted(methods))

@@ -44,6 +44,8 @@ HEAD_S = 30.0
 """For the request line and headers to arrive, from the connection or from the request's first byte."""
 MAX_HEAD_BYTES = 64 << 10
 MAX_UNWANTED_BYTES = 32 << 20
+TLS_HANDSHAKE = b"\x16\x03"
+"""What a TLS connection begins with, and no HTTP."""
 STOP_S = 1
 """How long connections may take to close once nothing is served any more; then they are cut."""
 CUT_S = 1
@@ -87,9 +89,6 @@ def http_address(listener: socket.socket, *, tls: bool = False) -> str:
     return f"{'https' if tls else 'http'}://{_bracketed(host)}:{port}"
 
 
-TLS_HANDSHAKE = b"\x16\x03"
-
-
 class _Offered(Exception):
     """A request offers to go on in another protocol; its head took that many bytes of what was being read."""
 
@@ -109,8 +108,6 @@ class HttpProtocol(HttpToolsProtocol):
     _declared = False
     _unwanted = 0
     """Bytes of a body that came after its refusal."""
-    _shakes_hands = False
-    """It began as a TLS connection does."""
     _head_bytes = 0
     """Received since the request began, as long as its headers aren't complete; the piece it began in not counted."""
     _answering: RequestResponseCycle | None = None
@@ -142,7 +139,9 @@ class HttpProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def data_received(self, data: bytes) -> None:
-        self._shakes_hands |= self._head_bytes == 0 and data.startswith(TLS_HANDSHAKE)
+        if self._in_head and self._answering is None and data.startswith(TLS_HANDSHAKE):
+            self.send_400_response("this port speaks HTTP without TLS: use http://")
+            return
         self._head_bytes += len(data)
         left = memoryview(data)
         while left and not self.transport.is_closing():
@@ -203,11 +202,9 @@ class HttpProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Called by uvicorn while it handles what its parser says, in a sentence that names no cause."""
+        """uvicorn calls it while it handles its parser's error, with a sentence that names no cause."""
         error = sys.exception()
-        if self._shakes_hands:
-            msg = "this port speaks HTTP without TLS: use http://"
-        elif isinstance(error, httptools.HttpParserError):
+        if isinstance(error, httptools.HttpParserError):
             msg = f"this is no HTTP that can be read: {error}"
         body = openai_body(HttpError(400, msg))
         head = "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"

@@ -106,10 +106,8 @@ class Renderer:
             stood_still = isinstance(error, _Late) and child.ran_s() - had_run < STOOD_STILL * RENDER_S
             self._child = None
             child.end()
-            if stood_still:
+            if stood_still or isinstance(error, _Gone):
                 raise _Gone from None
-            if isinstance(error, _Gone):
-                raise
             raise RenderFailed(
                 f"the chat can't be rendered: the model's chat template took longer than {RENDER_S:g} s"
             ) from None

@@ -77,9 +77,7 @@ class StepModel:
         self._history_ns = _columns(times.history)
         self._mixed: dict[int, list[tuple[int, int]]] = {}
         for rows, tokens, us in times.mixed:
-            sizes = self._mixed.setdefault(rows, [])
-            if not sizes or sizes[-1][0] < token_budget:
-                sizes.append((min(tokens, token_budget), us))
+            self._mixed.setdefault(rows, []).append((tokens, us))
         self._mixed_rows = sorted(self._mixed)
         self._corrections: dict[tuple[Work, int], float] = {}
 

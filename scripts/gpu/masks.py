@@ -1,9 +1,9 @@
 """Structured output on the GPU: what is drawn fits, and rows without a grammar keep their pace beside rows with one.
 
-A few streams decode freely while neighbours come and go, who draw in all WAYS: first without grammars, then with, then
-without again. Every constrained answer is parsed or matched. The model has a real shape and random weights, and a
-vocabulary of byte pairs and triples as large as the shape's, so that masks are as long as in production and nothing
-fits by chance.
+A few streams decode freely while neighbours come and go: first without grammars, then with, then without again. Beside
+that, and not judged: without grammars but in the constrained ones' ways to draw, since logprobs cost all rows. Every
+constrained answer is parsed or matched. The model has a real shape and random weights, and a vocabulary of byte pairs
+and triples as large as the shape's, so that masks are as long as in production and nothing fits by chance.
 """
 
 from __future__ import annotations
@@ -135,16 +135,21 @@ class Load:
                     times.append(time.perf_counter())
         return times
 
-    async def free_neighbour(self, turn: int) -> None:
-        """Ways to draw in turn."""
+    async def free_neighbour(self) -> None:
+        while True:
+            body = self._body(max_tokens=NEIGHBOUR_TOKENS, temperature=1.0, ignore_eos=True)
+            (await self._http.post(self._url, json=body)).raise_for_status()
+
+    async def unconstrained_neighbour(self, turn: int) -> None:
+        """The ways to draw of a constrained one."""
         for number in itertools.count(turn):
-            body = self._body(max_tokens=NEIGHBOUR_TOKENS, ignore_eos=True, **WAYS[number % len(WAYS)])
+            body = self._body(max_tokens=NEIGHBOUR_TOKENS, ignore_eos=True, **way(number))
             (await self._http.post(self._url, json=body)).raise_for_status()
 
     async def constrained_neighbour(self, turn: int) -> None:
-        """Kinds and ways to draw in turn, each way as often as a free neighbour does: logprobs cost all rows."""
+        """Kinds and ways to draw in turn."""
         for number in itertools.count(turn):
-            await self.constrained(KINDS[number % len(KINDS)], WAYS[number % len(WAYS)])
+            await self.constrained(KINDS[number % len(KINDS)], way(number))
 
     async def constrained(self, kind: Kind, way: dict[str, Any]) -> None:
         name, grammar, fits = kind
@@ -191,6 +196,11 @@ WAYS: tuple[dict[str, Any], ...] = (
 )
 
 
+def way(number: int) -> dict[str, Any]:
+    """Each way for as many requests as there are kinds."""
+    return WAYS[number // len(KINDS) % len(WAYS)]
+
+
 async def load(options: Options, server: Serving) -> dict[str, Any]:
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(timeout=GUARD_S, limits=limits, trust_env=False) as http:
@@ -198,12 +208,10 @@ async def load(options: Options, server: Serving) -> dict[str, Any]:
         for kind, way in itertools.product(KINDS, WAYS):
             await work.constrained(kind, way)
         itl = {
-            name: await pace(work, [partial(neighbour, turn) for turn in range(NEIGHBOURS)])
-            for name, neighbour in (
-                ("free_before", work.free_neighbour),
-                ("constrained", work.constrained_neighbour),
-                ("free_after", work.free_neighbour),
-            )
+            "free_before": await pace(work, [work.free_neighbour for _ in range(NEIGHBOURS)]),
+            "constrained": await pace(work, [partial(work.constrained_neighbour, n) for n in range(NEIGHBOURS)]),
+            "free_after": await pace(work, [work.free_neighbour for _ in range(NEIGHBOURS)]),
+            "free_all_ways": await pace(work, [partial(work.unconstrained_neighbour, n) for n in range(NEIGHBOURS)]),
         }
     return {"itl_ms_beside": itl, "answers": dict(work.answers), "misfits": work.misfits[:5]}
 

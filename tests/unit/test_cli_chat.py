@@ -227,6 +227,7 @@ def test_a_guarded_server(tmp_path: Path) -> None:
     assert (status, "speaks no TLS" in said) == (1, True)
     text = chat._remedy(Server("h:1"), "last error: UNAVAILABLE: Failed parsing HTTP/2 (Expected SETTINGS frame …)")
     assert "--grpc-port" in text
+    assert "HOST:PORT" in chat._remedy(Server("http://h:1"), "errors resolving http://h:1: Misformatted domain name")
     text = chat._remedy(Server("h:1"), "failed to connect; last error: Hostname Verification Check failed.")
     assert "doesn't name h:" in text
     status, _, said = run("chat", "hello", *to, "--api-key-file", "/nowhere/keys")
@@ -253,6 +254,8 @@ def test_check_of_this_machine() -> None:
     assert findings["port 0"].fit
     assert findings[f"port {busy}"].fit is False
     assert findings.keys() >= {"NVIDIA driver", "GPU", "lane modes"}
+    pretended = {each.what: each.found for each in check_machine(None, "fake", ())}
+    assert pretended["lane modes"].startswith("off, stream, green and auto")
 
 
 def test_check_names_what_is_unfit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engine_core.cli import FLAGS, main, parser, read_config, size
+from engine_core.cli import FLAGS, main, make_crash_dir, parser, read_config, size
 from engine_core.config import EngineConfig
 from engine_core.errors import ConfigError
 from engine_core.model_files import CONFIG_FILES, find_model
@@ -224,3 +224,10 @@ def test_progress_on_a_terminal_rewrites_its_line() -> None:
     progress.show("warm-up", 0, 0)
     progress.finish()
     assert out.getvalue() == "\rweights  50 %\n\rwarm-up\n"
+
+
+def test_a_crash_folder_of_others_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Red if reports turn out not to be writable when there is one to write. (Root may write everywhere.)"""
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(ConfigError, match=r"^--crash-dir .* can't be written to by this user$"):
+        make_crash_dir(tmp_path)

@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from access import tls
-from access.keys import KeyFile
+from access.keys import NO_KEY, UNKNOWN_KEY, KeyFile
 from access.policy import Access
 from frontend import listeners
 from frontend.health import HealthService
@@ -87,6 +87,7 @@ async def test_http_asks_for_a_key(tmp_path: Path) -> None:
                 refused = await client.request(method, path, headers=headers)
                 assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer"), path
                 assert refused.json()["error"]["code"] == "invalid_api_key"
+                assert refused.json()["error"]["message"].startswith(UNKNOWN_KEY if headers else NO_KEY)
                 assert refused.json()["error"].keys() == {"message", "type", "param", "code"}
         twice = await client.get("/v1/models", headers=[("authorization", "Bearer the-key")] * 2)
         assert twice.status_code == 401
@@ -239,6 +240,7 @@ async def test_grpc_asks_for_a_key(tmp_path: Path) -> None:
             with pytest.raises(grpc.aio.AioRpcError) as failed:
                 await asyncio.wait_for(call, HANG_GUARD_S)
             assert failed.value.code() is UNAUTHENTICATED
+            assert str(failed.value.details()).startswith(NO_KEY)
         assert keys.refused == 2 + len(calls)
         health = health_pb2_grpc.HealthStub(open_channel)
         assert (await health.Check(health_pb2.HealthCheckRequest())).status == 1

@@ -114,7 +114,7 @@ class _Meter:
         with self._reading(self._rows, PAGE):
             short_us = self._us(step)
         with self._reading(self._rows, CONTEXT) as tokens:
-            return 1e3 * max(1, self._us(step) - short_us) / (self._rows * max(1, tokens - PAGE))
+            return _reading_ns(self._us(step) - short_us, self._rows, tokens)
 
     def _decode_step(self, partition: int | None, rows: int) -> Callable[[], None]:
         return self._step(self._decoding[partition][rows], rows, partition)
@@ -131,10 +131,7 @@ class _Meter:
         return PartitionTimes(
             decode=list(decode.items()),
             prefill=self._prefill_times(work, self._decode_step(index, self._rows)),
-            reading=[
-                (count, 1e3 * max(1, us - decode[count]) / (count * max(1, tokens - PAGE)))
-                for count, us in reading.items()
-            ],
+            reading=[(count, _reading_ns(us - decode[count], count, tokens)) for count, us in reading.items()],
         )
 
     def _beside_rows(self) -> list[int]:
@@ -258,3 +255,8 @@ class _Meter:
         with _cuda.stream(work.stream):
             work.prefill.plan([start], [tokens], [pages], bucket=tokens)
         work.stream.synchronize()
+
+
+def _reading_ns(more_us: int, rows: int, tokens: int) -> float:
+    """Of each token of KV, where so many rows with so many tokens took so much longer than with a page."""
+    return 1e3 * max(1, more_us) / (rows * max(1, tokens - PAGE))
