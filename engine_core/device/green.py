@@ -23,9 +23,8 @@ SM_ALIGNMENT = 8
 DEFAULT_DECODE_SMS = 48
 """Of 132: holds decode within 1.4 times its lone pace up to 16 rows, and costs prefill a third of its pace."""
 
-AUTO_DECODE_SMS = (40, 48, 56, 72, 88)
-"""What `auto` chooses from: each costs a second or two of the start. With 16 rows 40 hold decode within twice its lone
-pace, with 64 rows of 1500 tokens it takes 72 to 88."""
+AUTO_DECODE_SMS = (48, 56, 72, 88, 96)
+"""What `auto` chooses from: each costs a second or two of the start."""
 
 
 def check_split(decode_sms: int, total_sms: int) -> None:
