@@ -240,6 +240,7 @@ inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 
 inline void wait_for_previous() {}
 inline void allow_next() {}
+inline void allow_product() {}
 inline Words load_words(const void* p) {
   if (reinterpret_cast<std::uintptr_t>(p) % 16 != 0) {
     std::fprintf(stderr, "misaligned 16-byte load\n");
@@ -268,6 +269,7 @@ inline void forget_copies() { copies.clear(); }
 }  // namespace emulation
 
 inline void copy_async(Words* to, const void* from) { emulation::groups().back().push_back({to, from}); }
+inline void copy_once(Words* to, const void* from) { copy_async(to, from); }
 inline void commit_copies() { emulation::groups().emplace_back(); }
 template <int N>
 void wait_for_copies() {
@@ -280,7 +282,7 @@ void wait_for_copies() {
 
 template <class T>
 T* shared_memory() {
-  alignas(16) static char memory[1 << 18];
+  alignas(1024) static char memory[1 << 18];
   return reinterpret_cast<T*>(memory);
 }
 
@@ -315,6 +317,32 @@ inline void multiply_accumulate(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u
     }
   }
   emulation::meet_warp();
+}
+
+// Products are done at once; who reads operands too early, or without showing them, isn't seen here.
+inline int operand_place(int row, int piece) { return row * 8 + (piece ^ (row % 8)); }
+inline void show_copies() {}
+inline void begin_products() {}
+inline void commit_products() {}
+template <int N>
+void wait_for_products() {}
+template <int N>
+void multiply_tile(float (&d)[4 * N], const Words* rows, const Words* tokens, int step, bool add) {
+  if (reinterpret_cast<std::uintptr_t>(rows) % 1024 != 0 || reinterpret_cast<std::uintptr_t>(tokens) % 1024 != 0) {
+    std::fprintf(stderr, "a misaligned operand\n");
+    std::abort();
+  }
+  const auto value = [step](const Words* operand, int row, int k) {
+    const u32 word = operand[operand_place(row, 2 * step + k / 8)].w[k % 8 / 2];
+    return k % 2 ? high(word) : low(word);
+  };
+  const int lane = emulation::lane(), warp = emulation::current / 32 % 4;
+  for (int i = 0; i < 4 * N; ++i) {
+    const int row = 16 * warp + lane / 4 + 8 * (i / 2 % 2), token = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
+    float sum = 0.0f;
+    for (int k = 0; k < 16; ++k) sum += value(rows, row, k) * value(tokens, token, k);
+    d[i] = add ? d[i] + sum : sum;
+  }
 }
 
 template <int FIRST, int LAST>

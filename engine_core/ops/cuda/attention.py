@@ -40,7 +40,7 @@ MANY_SMS, FEW_SMS = Cut(8, 1), Cut(4, 3, 2)
 def choose_cut(sms: int) -> Cut:
     """The cut measured best on an H200, at 1 to 128 rows of 300 to 8000 tokens: many SMs share the memory's bandwidth,
     few are each bound by what one can do, which is more with more warps."""
-    return MANY_SMS if sms >= 100 else FEW_SMS
+    return MANY_SMS if sms >= 72 else FEW_SMS
 
 
 def _kernel(heads: Heads, cut: Cut, entry: str) -> Kernel:

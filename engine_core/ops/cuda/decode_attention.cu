@@ -47,8 +47,8 @@ __device__ inline void request(Words* stage, const u16* base, u64 stride, int la
 #pragma unroll
   for (int first = 0; first < PAGE; first += COPIED_ROWS) {
     const int token = first + lane / ROW_PIECES;
-    copy_async(stage + key_place(token, piece), base + token * stride + 8 * piece);
-    copy_async(stage + value_place(token, piece), base + (PAGE + token) * stride + 8 * piece);
+    copy_once(stage + key_place(token, piece), base + token * stride + 8 * piece);
+    copy_once(stage + value_place(token, piece), base + (PAGE + token) * stride + 8 * piece);
   }
 }
 
@@ -292,6 +292,7 @@ struct Ring {
   const int* table;  // of pages, from the item's first on
   int turns;         // pages of this warp
   int requested;     // turns
+  Words* target;     // the stage that is filled next, kept, not computed: see copy_once
   int entry;         // of the table, for the page that is requested next
 
   __device__ int look_up(int turn) const { return turn < turns ? table[warp + turn * WARPS] : 0; }
@@ -300,13 +301,16 @@ struct Ring {
     table = page_table + static_cast<u64>(item.slot) * table_width + item.first_page;
     turns = (item.pages - warp + WARPS - 1) / WARPS;
     requested = 0;
+    target = stages;
     entry = look_up(0);
   }
 
   __device__ void request_next() {
-    if (requested < turns) request(stage(requested), head + entry * (2 * PAGE * stride), stride, lane);
+    if (requested < turns) request(target, head + entry * (2 * PAGE * stride), stride, lane);
     commit_copies();
     entry = look_up(++requested);
+    target += WARPS * STAGE_WORDS;
+    if (target == stages + STAGES * WARPS * STAGE_WORDS) target = stages;
   }
 
   // What may be requested before the previous kernel has ended: pages that earlier steps filled, which is all but a

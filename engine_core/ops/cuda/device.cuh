@@ -34,6 +34,9 @@ __device__ inline void wait_for_previous() {
 #pragma unroll 1
   for (u32 turn = 0; turn < gridDim.z; ++turn) asm volatile("griddepcontrol.wait;" ::: "memory");
 }
+// The exception: who adds up a product's parts calls this before its own wait, so that the next kernel begins at the
+// product's end to fill its shared memory. Until its wait that one may read what launches before the product wrote.
+__device__ inline void allow_product() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ inline void allow_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // ------------------------------ memory
@@ -64,6 +67,17 @@ __device__ inline void copy_async(Words* to, const void* from) {
                : "r"(static_cast<u32>(__cvta_generic_to_shared(to))), "l"(from)
                : "memory");
 }
+// What createpolicy.fractional.L2::evict_first makes on sm_90, for all that is read with it: the second-level cache gives it
+// up first, and what the other lane reads again stays there.
+constexpr u64 READ_ONCE = 0x12f0000000000000;
+// The same of what is read once and then not for a whole step: weights and KV. `to` is best kept in a variable from copy to
+// copy: where the assembler (13.0) sees a sum of something uniform and something not, it makes an illegal instruction.
+__device__ inline void copy_once(Words* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;"
+               :
+               : "r"(static_cast<u32>(__cvta_generic_to_shared(to))), "l"(from), "l"(READ_ONCE)
+               : "memory");
+}
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>
 __device__ inline void wait_for_copies() {
@@ -73,7 +87,7 @@ __device__ inline void wait_for_copies() {
 // The block's dynamic shared memory.
 template <class T>
 __device__ inline T* shared_memory() {
-  extern __shared__ Words dynamic_shared[];
+  extern __shared__ __align__(1024) Words dynamic_shared[];
   return reinterpret_cast<T*>(dynamic_shared);
 }
 
@@ -116,6 +130,51 @@ __device__ inline void multiply_accumulate(float (&d)[4], u32 a0, u32 a1, u32 a2
       "{%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// d[64 x 8 N] (+)= a[64 x 16] b[16 x 8 N] by a warpgroup, its operands in shared memory: begun here, there after a wait. An
+// operand is a multiple of eight rows of 64 bf16 (128 bytes), at a multiple of 1024 bytes, with its pieces of 16 bytes where
+// operand_place says (wgmma's swizzle of 128 bytes); `step` names the 16 columns. What threads copied there is seen after
+// show_copies() by them and a barrier. Warp w's lane 4 g + t holds
+//   d[4 j + 0, 1] = D[16 w + g][8 j + 2t, 2t+1], d[4 j + 2, 3] = D[16 w + g + 8][8 j + 2t, 2t+1]
+// and touches none of them between begin_products() and a wait.
+__device__ inline int operand_place(int row, int piece) { return row * 8 + (piece ^ (row % 8)); }
+__device__ inline void show_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int N>  // leaves the N groups committed last in flight
+__device__ inline void wait_for_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
+__device__ inline u64 operand(const Words* first, int step) {
+  const u64 place = static_cast<u32>(__cvta_generic_to_shared(first)) / 16 + 2 * step;
+  constexpr u64 ROWS_APART = u64{1024 / 16} << 32, SWIZZLE = u64{1} << 62;
+  return place | u64{1} << 16 | ROWS_APART | SWIZZLE;
+}
+#define FOUR(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define MULTIPLY_TILE(shape, sums, a, b, scale, ...)                                                             \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %" scale ", 0; wgmma.mma_async.sync.aligned." shape              \
+               "k16.f32.bf16.bf16 {" sums "}, %" a ", %" b ", p, 1, 1, 0, 0;}"                                   \
+               : __VA_ARGS__                                                                                     \
+               : "l"(operand(rows, step)), "l"(operand(tokens, step)), "r"(static_cast<int>(add)))
+template <int N>
+__device__ inline void multiply_tile(float (&d)[4 * N], const Words* rows, const Words* tokens, int step,
+                                     bool add) {
+  if constexpr (N == 1) {
+    MULTIPLY_TILE("m64n8", "%0, %1, %2, %3", "4", "5", "6", FOUR(d, 0));
+  } else if constexpr (N == 2) {
+    MULTIPLY_TILE("m64n16", "%0, %1, %2, %3, %4, %5, %6, %7", "8", "9", "10", FOUR(d, 0), FOUR(d, 4));
+  } else if constexpr (N == 3) {
+    MULTIPLY_TILE("m64n24", "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11", "12", "13", "14", FOUR(d, 0), FOUR(d, 4), FOUR(d, 8));
+  } else if constexpr (N == 4) {
+    MULTIPLY_TILE("m64n32", "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15", "16", "17", "18", FOUR(d, 0), FOUR(d, 4), FOUR(d, 8), FOUR(d, 12));
+  } else if constexpr (N == 6) {
+    MULTIPLY_TILE("m64n48", "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23", "24", "25", "26", FOUR(d, 0), FOUR(d, 4), FOUR(d, 8), FOUR(d, 12), FOUR(d, 16), FOUR(d, 20));
+  } else if constexpr (N == 8) {
+    MULTIPLY_TILE("m64n64", "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31", "32", "33", "34", FOUR(d, 0), FOUR(d, 4), FOUR(d, 8), FOUR(d, 12), FOUR(d, 16), FOUR(d, 20), FOUR(d, 24), FOUR(d, 28));
+  } else {
+    static_assert(N == 0, "no such tile");
+  }
 }
 
 // ------------------------------ reductions over a warp's lanes
