@@ -43,6 +43,7 @@ from scripts.gpu_kernel_cases import (
     sms,
 )
 from scripts.gpu_prefill_checks import check_prefill
+from scripts.gpu_streamk_checks import check_streamk
 
 
 def on_cpu(layer: LinearWeights) -> LinearWeights:
@@ -359,6 +360,7 @@ def check_step(cache: Path) -> Measured:
 
 CHECKS: dict[str, Callable[[Path], Measured]] = {
     "linear": check_linear,
+    "streamk": check_streamk,
     "matmul": check_matmul,
     "layer": check_layer,
     "attention": check_attention,

@@ -49,6 +49,7 @@ from scripts.gpu_kernel_cases import (
     sms,
 )
 from scripts.gpu_lane_times import time_lanes
+from scripts.gpu_streamk_checks import time_streamk
 
 _cuda: Any = torch.cuda  # torch's annotations of streams are incomplete
 Row = dict[str, float | int | str]
@@ -327,6 +328,7 @@ def step_bytes(shape: Shape, rows: int, length: int) -> int:
 TIMES: dict[str, Callable[[Path], Iterable[Row]]] = {
     "step": time_step,
     "linear": time_linear,
+    "streamk": time_streamk,
     "matmul": time_matmul,
     "attention": time_attention,
     "sampling": time_sampling,

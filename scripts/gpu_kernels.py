@@ -25,8 +25,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # this file is run as a script
 
-CHECK_NAMES = ("linear", "matmul", "layer", "attention", "prefill", "sampling", "step")
-TIME_NAMES = ("step", "linear", "matmul", "attention", "sampling", "layer", "prefill", "lanes")
+CHECK_NAMES = ("linear", "streamk", "matmul", "layer", "attention", "prefill", "sampling", "step")
+TIME_NAMES = ("step", "linear", "streamk", "matmul", "attention", "sampling", "layer", "prefill", "lanes")
 
 
 def main() -> int:

@@ -18,7 +18,8 @@ from engine_core.device.green import split
 from engine_core.ops.cuda.cublaslt import CublasLt
 from engine_core.ops.cuda.decoder import Weights
 from engine_core.ops.cuda.matmul import Choices, LaneMatmul
-from scripts.gpu_kernel_cases import DEVICE, QWEN3_4B, random, sms
+from engine_core.ops.cuda.streamk import StreamKLinear
+from scripts.gpu_kernel_cases import DEVICE, QWEN3_4B, make_kernels, random, sms
 
 _cuda: Any = torch.cuda  # torch's annotations of streams are incomplete
 LAYERS, ROWS = 6, 64
@@ -26,12 +27,15 @@ SPLITS = ((48, 2048), (48, 8192), (72, 8192))
 """SMs for decode, tokens of the prefill on the others."""
 
 
-def time_lanes(_: Path) -> Iterable[dict[str, float | int | str]]:
-    """A 4B layer's four products of a prefill beside those of 64 decode rows: by the library's favourites, the fastest
-    alone on the lane, and those that both lanes get on with best."""
+def time_lanes(cache: Path) -> Iterable[dict[str, float | int | str]]:
+    """A 4B layer's four products of a prefill beside those of 64 decode rows, which are streamed: by the library's
+    favourites, the fastest alone on the lane, and those that both lanes get on with best."""
     torch.zeros(1, device=DEVICE)  # makes the context
     library, driver = CublasLt(sms()), Driver(CudaTable(0), Unbounded())
-    weights = [Weights([random(*size, scale=0.02) for _ in range(LAYERS)]) for size in QWEN3_4B.products]
+    kernels, weights = make_kernels(cache), []
+    for size in QWEN3_4B.products:
+        matrices = [random(*size, scale=0.02) for _ in range(LAYERS)]
+        weights.append(Weights(matrices, streamed=[StreamKLinear(matrix, kernels) for matrix in matrices]))
     primary = _cuda.Stream()
     for decode_sms, tokens in SPLITS:
         partition = split(driver, decode_sms)
@@ -54,9 +58,8 @@ def time_lanes(_: Path) -> Iterable[dict[str, float | int | str]]:
 
 def _choose(decoding: Neighbour, prefilling: Neighbour, times: ProductTimes, *, both: bool) -> None:
     wanted = [
-        Wanted(lane.multiply, lane.stream, weights, (lane.rows,), other if both else None)
-        for weights in decoding.weights
-        for lane, other in ((decoding, prefilling), (prefilling, decoding))
+        Wanted(prefilling.multiply, prefilling.stream, weights, (prefilling.rows,), decoding if both else None)
+        for weights in prefilling.weights
     ]
     tune(wanted, times, lambda done, total: None)
 

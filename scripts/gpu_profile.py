@@ -51,6 +51,7 @@ CLASSES = {
     "prefill attention": r"Prefill|prefill|fmha|flash",
     "decode attention": r"decode_attention|plan_splits",
     "skinny linear": r"skinny",
+    "stream-K": r"streamk",
     "matmul": r"nvjet|gemm|cublas|cutlass|splitK|sm90_",
     "norm": r"norm",
     "rope + KV write": r"rope_and_store",

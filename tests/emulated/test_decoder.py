@@ -25,11 +25,20 @@ PICKS = [36, 0, 0]
 SAMPLE_SLOTS, SAMPLE_POSITIONS = [1, -1, -1], [36, 0, 0]
 
 
-def multiply(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, wide: bool = False
-) -> torch.Tensor:
-    y = x.float() @ weight.float().T
-    return y if wide else y.to(BF16)
+class Multiplied:
+    """A `Multiply` in float32."""
+
+    sms = 3
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, wide: bool = False
+    ) -> torch.Tensor:
+        y = x.float() @ weight.float().T
+        y = y if bias is None else y + bias.float()
+        return y if wide else y.to(BF16)
+
+
+multiply = Multiplied()
 
 
 class Prompts:

@@ -20,6 +20,7 @@ from engine_core.device.green import GreenPartition
 from engine_core.ops.cuda.attention import DecodeAttention
 from engine_core.ops.cuda.decoder import FEW_ROWS
 from engine_core.ops.cuda.splits import PAGE
+from engine_core.ops.cuda.streamk import streams
 from engine_core.step import MOST_PRIMARY_TOKENS
 
 _cuda: Any = torch.cuda  # torch's annotations of streams are incomplete
@@ -48,7 +49,7 @@ def tune_products(opened: Opened, progress: Progress) -> None:
 
 
 def _wanted(opened: Opened) -> Iterator[Wanted]:
-    decode_rows = tuple(rows for rows in opened.row_buckets if rows > FEW_ROWS)
+    decode_rows = _multiplied_rows(opened, opened.sms)
     card, primary = opened.multiply(opened.sms), opened.primary.stream
     yield Wanted(card, primary, opened.decoder.head_weights(), decode_rows)
     for weights in opened.decoder.weights():
@@ -58,16 +59,22 @@ def _wanted(opened: Opened) -> Iterator[Wanted]:
             yield Wanted(work.multiply, work.stream, weights, tuple(totals))
     if opened.partitions:
         for partition, work in zip(opened.partitions, opened.prefills, strict=True):
-            yield from _split(opened, partition, work, decode_rows)
+            yield from _split(opened, partition, work)
 
 
-def _split(opened: Opened, partition: GreenPartition, work: LaneWork, decode_rows: tuple[int, ...]) -> Iterator[Wanted]:
+def _multiplied_rows(opened: Opened, sms: int) -> tuple[int, ...]:
+    """Decode rows whose products are cuBLASLt's on a lane of so many SMs."""
+    return tuple(rows for rows in opened.row_buckets if rows > FEW_ROWS and not streams(rows, sms))
+
+
+def _split(opened: Opened, partition: GreenPartition, work: LaneWork) -> Iterator[Wanted]:
     """Both lanes of a partition, each beside the other."""
     every, green = opened.decoder.weights(), _cuda.ExternalStream(int(partition.decode.stream))
     multiply, rows = opened.multiply(partition.decode_sms), opened.row_buckets
     load_rows = bucket_of(rows, min(DECODE_LOAD_ROWS, rows[-1]))
     load_tokens = bucket_of(opened.lane_sizes, min(PREFILL_LOAD_TOKENS, opened.lane_sizes[-1]))
     decoding = Neighbour(multiply, green, every, load_rows, decodes=True)
+    decode_rows = _multiplied_rows(opened, partition.decode_sms)
     prefilling = Neighbour(work.multiply, work.stream, every, load_tokens, decodes=False)
     yield Wanted(multiply, green, opened.decoder.head_weights(), decode_rows, prefilling)
     for weights in every:

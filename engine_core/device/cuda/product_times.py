@@ -17,6 +17,7 @@ from engine_core.device.cuda.graphs import GraphPool
 from engine_core.device.cuda.tuning import Neighbour, Wanted
 from engine_core.ops.cuda.cublaslt import Algorithm, Problem
 from engine_core.ops.cuda.decoder import Weights
+from engine_core.ops.cuda.streamk import streams
 
 _cuda: Any = torch.cuda  # torch's annotations of streams and events are incomplete
 Replay = Callable[[], None]
@@ -70,8 +71,7 @@ class ProductTimes:
             def work() -> None:
                 for index in range(min(LOAD_LAYERS, len(neighbour.weights[0].matrices))):
                     for weights in neighbour.weights:
-                        bias = None if weights.biases is None else weights.biases[index]
-                        neighbour.multiply(inputs[id(weights)], weights.matrices[index], bias)
+                        _multiply(neighbour, weights, index, inputs[id(weights)])
 
             _cuda.synchronize()
             self._loads[key] = GraphPool().capture(neighbour.stream, work)
@@ -119,6 +119,13 @@ class ProductTimes:
         group.stream.wait_stream(_cuda.current_stream())
         self._latest = self._pool.capture(group.stream, work)
         return self._latest, count
+
+
+def _multiply(neighbour: Neighbour, weights: Weights, index: int, x: torch.Tensor) -> None:
+    if neighbour.decodes and weights.streamed is not None and streams(neighbour.rows, neighbour.multiply.sms):
+        weights.streamed[index](x, neighbour.multiply.sms)
+    else:
+        neighbour.multiply(x, weights.matrices[index], None if weights.biases is None else weights.biases[index])
 
 
 def _random(rows: int, weights: Weights) -> torch.Tensor:

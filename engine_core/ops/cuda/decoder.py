@@ -18,10 +18,10 @@ from engine_core.ops.cuda.kernel import Kernels
 from engine_core.ops.cuda.layer import AddRmsNorm, EmbedLast, Heads, RopeAndStore, SiluMul
 from engine_core.ops.cuda.linear import Epilogue, LinearWeights, SkinnyLinear
 from engine_core.ops.cuda.matmul import Multiply
+from engine_core.ops.cuda.streamk import StreamKLinear, streams
 
 FEW_ROWS = 8
-"""At 16 rows cuBLAS takes 70 us for a 4B layer's four products on an H200, the fused kernels 97; at 8 rows 69 and 73,
-and the fused ones have done the norms, the gate and the adds besides."""
+"""Decode rows of which a layer is six launches, norms, gate and adds within its products."""
 
 Attend = Callable[[Tensor, Tensor, Tensor], None]
 """(qkv [rows, heads, D], the layer's KV pool, out [rows, query heads, D]): attention, KV already written."""
@@ -35,6 +35,8 @@ class Weights:
     biases: list[Tensor] | None = None
     wide: bool = False
     """Products with them are float32."""
+    streamed: list[StreamKLinear] | None = None
+    """What multiplies by them for few rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,16 @@ class _Few:
 
 
 @dataclass(frozen=True, slots=True)
+class _Streamed:
+    """A layer's products for the rows that `streams` names."""
+
+    qkv: StreamKLinear
+    out: StreamKLinear
+    gate_up: StreamKLinear
+    down: StreamKLinear
+
+
+@dataclass(frozen=True, slots=True)
 class _Layer:
     input_norm: Tensor
     qkv: Tensor
@@ -72,6 +84,7 @@ class _Layer:
     gate_up: Tensor
     down: Tensor
     few: _Few
+    streamed: _Streamed
 
 
 class CudaDecoder:
@@ -98,6 +111,7 @@ class CudaDecoder:
         self._few_head = SkinnyLinear(
             LinearWeights(self._head, norm=self._final_norm, epsilon=config.rms_norm_eps, wide=True), kernels
         )
+        self._streamed_head = StreamKLinear(self._head, kernels, whole=True)
         self._embed_last = EmbedLast(kernels)
         self._add_norm = AddRmsNorm(config.hidden_size, config.rms_norm_eps, kernels)
         self._silu_mul = SiluMul(kernels)
@@ -129,17 +143,21 @@ class CudaDecoder:
             gate_up=given("gate_up.weight"),
             down=given("down.weight"),
             few=few,
+            streamed=_Streamed(
+                *(StreamKLinear(given(f"{name}.weight"), kernels) for name in ("qkv", "out", "gate_up", "down"))
+            ),
         )
 
     def weights(self) -> list[Weights]:
-        """Of the layers' products beyond FEW_ROWS rows; the head's are `head_weights`."""
+        """Of the layers' products; the head's are `head_weights`."""
         layers = self._layers
+        streamed = [layer.streamed for layer in layers]
         biases = [layer.qkv_bias for layer in layers if layer.qkv_bias is not None]
         return [
-            Weights([layer.qkv for layer in layers], biases or None),
-            Weights([layer.out for layer in layers]),
-            Weights([layer.gate_up for layer in layers]),
-            Weights([layer.down for layer in layers]),
+            Weights([layer.qkv for layer in layers], biases or None, streamed=[each.qkv for each in streamed]),
+            Weights([layer.out for layer in layers], streamed=[each.out for each in streamed]),
+            Weights([layer.gate_up for layer in layers], streamed=[each.gate_up for each in streamed]),
+            Weights([layer.down for layer in layers], streamed=[each.down for each in streamed]),
         ]
 
     def head_weights(self) -> Weights:
@@ -164,9 +182,9 @@ class CudaDecoder:
     ) -> None:
         """Run the layers in `span` over `residual` [T, H] in place; tokens of slot -1 write no KV.
 
-        slots, positions: int32 [T]; kv: [layers, pages, 2, page_size, kv heads, D]. `fused` allows the path for few
-        rows. With `drawn` the last of the layers goes no further than its KV but for those tokens, and `residual` is
-        left as it came to that layer.
+        slots, positions: int32 [T]; kv: [layers, pages, 2, page_size, kv heads, D]. `fused` allows the ways
+        for few rows. With `drawn` the last of the layers goes no further than its KV but for those tokens, and
+        `residual` is left as it came to that layer.
         """
         layers = [self._layers[index] for index in span]
         if fused and residual.shape[0] <= FEW_ROWS:
@@ -176,6 +194,10 @@ class CudaDecoder:
         hidden = torch.empty_like(residual)
         self._add_norm(None, residual, layers[0].input_norm, hidden)
         following = [layer.input_norm for layer in layers[1:]] + [self._final_norm]
+        if fused and streams(residual.shape[0], multiply.sms):
+            for index, layer, norm in zip(span, layers, following, strict=True):
+                self._streamed_rows(layer, norm, hidden, residual, slots, positions, kv[index], attend, multiply.sms)
+            return
         whole = len(layers) if drawn is None else len(layers) - 1
         for index, layer, norm in zip(span[:whole], layers, following, strict=False):
             qkv = multiply(hidden, layer.qkv, layer.qkv_bias)
@@ -195,6 +217,30 @@ class CudaDecoder:
         gated = residual.new_empty(rows, self._config.intermediate_size)
         layer.few.gate_up(residual, gated)
         layer.few.down(gated, residual, residual)
+
+    def _streamed_rows(
+        self,
+        layer: _Layer,
+        norm: Tensor,
+        hidden: Tensor,
+        residual: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        kv: Tensor,
+        attend: Attend,
+        sms: int,
+    ) -> None:
+        """`hidden`: this layer's normed input, and then, by `norm`, the next one's."""
+        heads, rows = self._heads, residual.shape[0]
+        qkv = residual.new_empty(rows, heads.total, heads.head_dim)
+        product = layer.streamed.qkv(hidden, sms), layer.qkv_bias
+        self._rope_and_store(qkv, layer.norms, self._rope, positions, slots, self._page_table, kv, product)
+        attended = residual.new_empty(rows, heads.query, heads.head_dim)
+        attend(qkv, kv, attended)
+        self._add_norm(layer.streamed.out(attended.view(rows, -1), sms), residual, layer.post_norm, hidden)
+        gated = residual.new_empty(rows, self._config.intermediate_size)
+        self._silu_mul(layer.streamed.gate_up(hidden, sms), gated)
+        self._add_norm(layer.streamed.down(gated, sms), residual, norm, hidden)
 
     def _drawn_rows(
         self,
@@ -247,4 +293,6 @@ class CudaDecoder:
             return logits
         hidden = torch.empty_like(residual)
         self._add_norm(None, residual, self._final_norm, hidden)
+        if streams(residual.shape[0], multiply.sms):
+            return self._streamed_head(hidden, multiply.sms).sums[0]
         return multiply(hidden, self._head, wide=True)

@@ -15,7 +15,7 @@ import torch
 
 SOURCES = Path(__file__).parent
 Grid = tuple[int, int, int]
-Argument = ctypes.c_void_p | ctypes.c_int32 | ctypes.c_float
+Argument = ctypes.c_void_p | ctypes.c_int32 | ctypes.c_float | ctypes.Structure
 
 
 class KernelError(Exception):
@@ -33,6 +33,8 @@ class Kernel:
     """Compile-time parameters, as the head of the source explains them."""
     most_shared_bytes: int = 0
     """Dynamic shared memory that a launch may ask for."""
+    beside_rings: bool = False
+    """It runs on SMs whose memory the kernels around it use as shared memory, and mustn't have it divided anew."""
 
 
 class Launch(Protocol):

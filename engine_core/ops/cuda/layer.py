@@ -12,10 +12,25 @@ from dataclasses import dataclass
 import torch
 
 from engine_core.ops.cuda.kernel import Argument, Kernel, Kernels, address, require
+from engine_core.ops.cuda.streamk import NO_PARTS, Parts, PartsArgument
 
 THREADS = 256
+MOST_THREADS = 1024
 EMBED_THREADS = 128
 HEAD_DIMS = (64, 128)
+
+
+def _kernel(source: str, entry: str, parameters: tuple[tuple[str, int], ...] = (), *, parts: int) -> Kernel:
+    return Kernel(source, entry, (*parameters, ("PARTS", parts)), beside_rings=bool(parts))
+
+
+def _given(product: torch.Tensor | Parts | None, shape: tuple[int, int]) -> tuple[torch.Tensor | None, PartsArgument]:
+    """(the whole product, its parts): one of them at most."""
+    if not isinstance(product, Parts):
+        return product, NO_PARTS
+    if product.shape != shape:
+        raise ValueError(f"the parts are of {product.shape}; they must be of {shape}")
+    return None, product.argument()
 
 
 class EmbedLast:
@@ -49,33 +64,44 @@ class AddRmsNorm:
             raise ValueError(f"the hidden size is {width}; it must be a multiple of 8")
         self._width = width
         self._epsilon = ctypes.c_float(epsilon)
-        self._launch = kernels.load(Kernel("norm.cu", "add_rms_norm", (("WIDTH", width),)))
+        self._threads = THREADS, min(MOST_THREADS, -(-width // 4 // 32) * 32)
+        self._launches = [
+            kernels.load(_kernel("norm.cu", "add_rms_norm", (("WIDTH", width), ("THREADS", threads)), parts=parts))
+            for parts, threads in enumerate(self._threads)
+        ]
 
-    def __call__(self, x: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
+    def __call__(
+        self, x: torch.Tensor | Parts | None, residual: torch.Tensor, weight: torch.Tensor, y: torch.Tensor
+    ) -> None:
         """bf16 [rows, width] each, weight [width]; x None adds nothing; y may be x. `residual` is updated in place."""
         rows = residual.shape[0]
+        x, parts = _given(x, (rows, self._width))
         for tensor, what in ((residual, "residual"), (y, "y"), *(() if x is None else ((x, "x"),))):
             require(tensor, torch.bfloat16, (rows, self._width), what)
         require(weight, torch.bfloat16, (self._width,), "weight")
-        arguments: list[Argument] = [address(x), address(residual), address(weight), address(y), self._epsilon]
-        self._launch((rows, 1, 1), THREADS, arguments)
+        arguments: list[Argument] = [address(tensor) for tensor in (x, residual, weight, y)]
+        way = 1 if parts.sums else 0
+        self._launches[way]((rows, 1, 1), self._threads[way], [*arguments, parts, self._epsilon])
 
 
 class SiluMul:
     """y = silu(gate) * up for rows of gate and up side by side."""
 
     def __init__(self, kernels: Kernels) -> None:
-        self._launch = kernels.load(Kernel("gate.cu", "silu_mul"))
+        self._launch, self._of_parts = (kernels.load(_kernel("gate.cu", "silu_mul", parts=parts)) for parts in (0, 1))
 
-    def __call__(self, gate_up: torch.Tensor, y: torch.Tensor) -> None:
+    def __call__(self, gate_up: torch.Tensor | Parts, y: torch.Tensor) -> None:
         """gate_up: bf16 [rows, 2 width]; y: bf16 [rows, width], width a multiple of 8."""
         rows, width = y.shape
         if width % 8:
             raise ValueError(f"the width is {width}; it must be a multiple of 8")
-        require(gate_up, torch.bfloat16, (rows, 2 * width), "gate_up")
         require(y, torch.bfloat16, (rows, width), "y")
-        blocks = (width // 8 + THREADS - 1) // THREADS
-        self._launch((blocks, rows, 1), THREADS, [address(gate_up), address(y), ctypes.c_int32(width)])
+        whole, parts = _given(gate_up, (rows, 2 * width))
+        if whole is not None:
+            require(whole, torch.bfloat16, (rows, 2 * width), "gate_up")
+        launch, each = (self._of_parts, 4) if parts.sums else (self._launch, 8)
+        blocks = -(-width // each // THREADS)
+        launch((blocks, rows, 1), THREADS, [address(whole), address(y), parts, ctypes.c_int32(width)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +134,9 @@ class RopeAndStore:
         self._qk_norm = qk_norm
         self._epsilon = ctypes.c_float(epsilon)
         parameters = (("HEAD_DIM", heads.head_dim), ("QK_NORM", int(qk_norm)))
-        self._launch = kernels.load(Kernel("rope.cu", "rope_and_store", parameters))
+        self._launch, self._of_parts = (
+            kernels.load(_kernel("rope.cu", "rope_and_store", parameters, parts=parts)) for parts in (0, 1)
+        )
 
     def __call__(
         self,
@@ -119,10 +147,13 @@ class RopeAndStore:
         slots: torch.Tensor,
         page_table: torch.Tensor,
         kv: torch.Tensor,
+        product: tuple[Parts, torch.Tensor | None] | None = None,
     ) -> None:
         """One layer's tokens. A token whose slot is -1 is left alone and writes nothing.
 
-        Only `qkv` may come from the launch just before this one; the other inputs must be older.
+        With `product`, parts of [tokens, (query + 2 kv heads) head_dim] and a bias, that is what is normed, rotated and
+        stored, and `qkv` gets the queries, rotated.
+        Only `qkv` or the product may come from the launch just before this one; the other inputs must be older.
         qkv: bf16 [tokens, query + 2 kv heads, head_dim]; norms: the queries' and the keys' weights, bf16 [head_dim];
         rope: `rope_table`; positions, slots: int32 [tokens]; page_table: int32 [slots, width]; kv: bf16
         [pages, 2, page_size, kv heads, head_dim].
@@ -137,12 +168,19 @@ class RopeAndStore:
         if (norms is not None) != self._qk_norm:
             raise ValueError("norm weights go with a model that norms queries and keys")
         q_norm, k_norm = norms or (None, None)
+        given, bias = product or (None, None)
+        width = heads.total * heads.head_dim
+        _, parts = _given(given, (tokens, width))
+        if bias is not None:
+            require(bias, torch.bfloat16, (width,), "bias")
         of_block = THREADS // (heads.head_dim // 8)
-        self._launch(
+        launch = self._of_parts if parts.sums else self._launch
+        launch(
             (-(-heads.total // of_block), tokens, 1),
             THREADS,
             [
-                *(address(tensor) for tensor in (qkv, q_norm, k_norm, rope, positions, slots, page_table, kv)),
+                *(address(tensor) for tensor in (qkv, q_norm, k_norm, rope, positions, slots, page_table, kv, bias)),
+                parts,
                 ctypes.c_int32(heads.query),
                 ctypes.c_int32(heads.kv),
                 ctypes.c_int32(heads.page_size),

@@ -20,6 +20,9 @@ class Multiply(Protocol):
     """y = x W^T (+ bias): x bf16 [rows, inputs], weight bf16 [outputs, inputs], bias bf16 [outputs]; y bf16, or float32
     if `wide`."""
 
+    sms: int
+    """Of the lane."""
+
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, wide: bool = False) -> Tensor: ...
 
 

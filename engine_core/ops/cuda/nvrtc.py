@@ -117,6 +117,8 @@ class CudaKernels:
             self._libraries.append(library)
             handle = _driver("cuLibraryGetKernel", driver.cuLibraryGetKernel(library, kernel.entry.encode()))
             _allow_shared_bytes(handle, kernel.most_shared_bytes)
+            if kernel.beside_rings:
+                _prefer_shared_memory(handle)
             self._launches[kernel] = self._launch(kernel.entry, int(handle))
         return self._launches[kernel]
 
@@ -140,6 +142,14 @@ def _allow_shared_bytes(kernel: Any, size: int) -> None:
     device = _driver("cuCtxGetDevice", driver.cuCtxGetDevice())
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     _driver("cuKernelSetAttribute", driver.cuKernelSetAttribute(attribute, size, kernel, device))
+
+
+def _prefer_shared_memory(kernel: Any) -> None:
+    """An SM can't divide its memory between cache and shared memory anew while blocks run there."""
+    device = _driver("cuCtxGetDevice", driver.cuCtxGetDevice())
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+    most = int(driver.CUshared_carveout.CU_SHAREDMEM_CARVEOUT_MAX_SHARED)
+    _driver("cuKernelSetAttribute", driver.cuKernelSetAttribute(attribute, most, kernel, device))
 
 
 def _overlap_attribute() -> Any:

@@ -3,7 +3,10 @@
 // Compile-time parameters (-D):
 //   HEAD_DIM   64 or 128
 //   QK_NORM    1 if queries and keys are normed
+//   PARTS      1: queries, keys and values come as a product's parts (parts.cuh)
 #include "device.cuh"
+
+#include "parts.cuh"
 
 constexpr int THREADS = 256;
 constexpr int HALF = HEAD_DIM / 2;
@@ -27,16 +30,24 @@ __device__ inline Four narrow(const float (&values)[EACH]) {
   return Four{{pack(values[0], values[1]), pack(values[2], values[3])}};
 }
 
+__device__ inline void take(const Quad& sum, const u16* bias, int output, float (&values)[EACH]) {
+  float added[EACH] = {};
+  if (bias != nullptr) widen(*reinterpret_cast<const Four*>(bias + output), added);
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) values[i] = sum.v[i] + added[i];
+}
+
 // Queries and keys of qkv [tokens, query_heads + 2 kv_heads, HEAD_DIM] are normed and rotated; queries go back where
-// they came from, keys and values into the token's page. LANES lanes a head; a token of slot -1 is left alone.
+// they came from, keys and values into the token's page. With PARTS all of them are the sums of `parts` and `bias` (which
+// may be null), and qkv gets the queries. LANES lanes a head; a token of slot -1 is left alone.
 //   positions, slots: int32 [tokens]; page_table: int32 [slots, table_width]; rope: f32 [positions, HEAD_DIM] (cos, then
 //   sin of half the dimensions each); kv: bf16 [pages, 2, page_size, kv_heads, HEAD_DIM]
 //   qkv, norms and kv are aligned to 8 bytes, rope to 16
 // grid: (ceil(heads / HEADS), tokens).
 extern "C" __global__ void __launch_bounds__(THREADS)
     rope_and_store(u16* qkv, const u16* q_norm, const u16* k_norm, const float* rope, const int* positions,
-                   const int* slots, const int* page_table, u16* kv, int query_heads, int kv_heads, int page_size,
-                   int table_width, float epsilon) {
+                   const int* slots, const int* page_table, u16* kv, const u16* bias, Parts parts, int query_heads, int kv_heads,
+                   int page_size, int table_width, float epsilon) {
   const int first_dimension = EACH * (static_cast<int>(threadIdx.x) % LANES);
   const int heads = query_heads + 2 * kv_heads;
   const int unbounded = static_cast<int>(blockIdx.x) * HEADS + static_cast<int>(threadIdx.x) / LANES;
@@ -56,14 +67,24 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     widen(*reinterpret_cast<const Four*>(weight), first_weight);
     widen(*reinterpret_cast<const Four*>(weight + HALF), second_weight);
   }
+  const int output = head * HEAD_DIM + first_dimension;
+  const int counts[2] = {PARTS ? parts.count(output) : 0, PARTS ? parts.count(output + HALF) : 0};
+  if (PARTS) allow_product();
   wait_for_previous();
-  allow_next();
+  if (!PARTS) allow_next();
   if (slot < 0) return;
 
   u16* const source = qkv + (static_cast<u64>(token) * heads + head) * HEAD_DIM + first_dimension;
   float first[EACH], second[EACH];
-  widen(*reinterpret_cast<const Four*>(source), first);
-  widen(*reinterpret_cast<const Four*>(source + HALF), second);
+  if (PARTS) {
+    Quad sums[2];
+    parts.sum<2>(token, {output, output + HALF}, counts, sums);
+    take(sums[0], bias, output, first);
+    take(sums[1], bias, output + HALF, second);
+  } else {
+    widen(*reinterpret_cast<const Four*>(source), first);
+    widen(*reinterpret_cast<const Four*>(source + HALF), second);
+  }
   float scale = 1.0f;
   if (QK_NORM) {
     float squares = 0.0f;
