@@ -42,8 +42,8 @@ NEAR, NEAR_US = 1.05, 12000.0
 """Of ways that take up to so many times as long as the fastest, or so much longer, what all wait together decides."""
 PROMPT_WEIGHT = 2.0
 """A prompt's wait for its first token counts so many times as much as a decode row's for its next ones."""
-DELIVERY_US = 350.0
-"""Clients see so much more than what is predicted: what it takes to bring a step's tokens to them varies."""
+DELIVERY_US = 150.0
+"""Clients see so much more of the longest steps than of the median: what it takes to bring tokens to them varies."""
 
 
 class Way(Enum):

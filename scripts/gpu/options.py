@@ -35,6 +35,7 @@ VARIANTS = {
     "unstaged": "--staged-inputs=off",
     "depth1": "--async-depth=1",
     "depth3": "--async-depth=3",
+    "frontends2": "--frontends=2",
 }
 """What a mode may be compared with, all else equal."""
 

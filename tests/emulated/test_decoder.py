@@ -10,7 +10,7 @@ import torch
 from engine_core.model_config import ModelConfig
 from engine_core.ops.cuda import reference
 from engine_core.ops.cuda.attention import Cut, DecodeAttention
-from engine_core.ops.cuda.decoder import CudaDecoder, Drawn
+from engine_core.ops.cuda.decoder import FEW_ROWS, CudaDecoder, Drawn
 from engine_core.ops.cuda.layer import Heads, rope_table
 from engine_core.ops.cuda.splits import PAGE
 from tests.emulated import EmulatedKernels
@@ -44,8 +44,10 @@ multiply = Multiplied()
 class Prompts:
     """A decoder of random weights, and two prompts' tokens before it."""
 
-    def __init__(self, kernels: EmulatedKernels) -> None:
-        self.table = torch.arange(8, dtype=torch.int32).view(2, 4).flip(0).contiguous()
+    def __init__(self, kernels: EmulatedKernels, slots: int = 2) -> None:
+        self.table = (
+            torch.arange(8 if slots == 2 else 2 * slots, dtype=torch.int32).view(slots, -1).flip(0).contiguous()
+        )
         shape = SimpleNamespace(
             hidden_size=HIDDEN,
             num_layers=LAYERS,
@@ -56,8 +58,10 @@ class Prompts:
         )
         turns = torch.arange(64)[:, None] * 1e4 ** (-torch.arange(0, HEADS.head_dim, 2) / HEADS.head_dim)
         rope = rope_table(turns.cos(), turns.sin())
-        self.decoder = CudaDecoder(cast(ModelConfig, shape), _parameters(), kernels, HEADS, rope, self.table)
-        self.attention = DecodeAttention(HEADS, 4, 4, CPU, kernels, Cut(4, 2))
+        parameters = _parameters()
+        self.final_norm = parameters["final_norm"]
+        self.decoder = CudaDecoder(cast(ModelConfig, shape), parameters, kernels, HEADS, rope, self.table)
+        self.attention = DecodeAttention(HEADS, max(4, slots), 4, CPU, kernels, Cut(4, 2))
         self.slots = integers([1] * LENGTHS[0] + [0] * LENGTHS[1])
         self.positions = torch.cat([torch.arange(length) for length in LENGTHS]).to(torch.int32)
         self.tokens = random(sum(LENGTHS), HIDDEN)
@@ -68,6 +72,9 @@ class Prompts:
             rows = slice(first, first + length)
             queries = qkv[rows, : HEADS.query]
             out[rows] = reference.paged_attention(queries, kv, self.table[slot], length, HEADS.head_dim**-0.5).to(BF16)
+
+    def attend_rows(self, qkv: torch.Tensor, kv: torch.Tensor, out: torch.Tensor) -> None:
+        self.attention(qkv, kv, self.table, out, HEADS.head_dim**-0.5)
 
     def drawn(self, states: torch.Tensor) -> Drawn:
         def attend(queries: torch.Tensor, kv: torch.Tensor, out: torch.Tensor) -> None:
@@ -110,3 +117,24 @@ def test_the_tokens_drawn_from_end_as_in_a_whole_forward(kernels: EmulatedKernel
     prompts.run(range(LAYERS - 1, LAYERS), left, few)
     assert torch.equal(left, all_states)
     assert torch.equal(few, whole)
+
+
+def test_rows_whose_products_are_streamed_end_as_with_any_multiply(kernels: EmulatedKernels) -> None:
+    """Red when a layer adds to another's residual, a norm is another layer's, attention reads keys and queries that
+    aren't there, or logits are of rows that weren't normed."""
+    rows = FEW_ROWS + 2
+    prompts = Prompts(kernels, rows)
+    slots, positions = integers(list(range(rows))), integers([3 * row % 30 for row in range(rows)])
+    tokens, outcomes = random(rows, HIDDEN), []
+    for fused in (True, False):
+        kv = torch.zeros(LAYERS, 2 * rows, 2, PAGE, HEADS.kv, HEADS.head_dim, dtype=BF16)
+        residual = tokens.clone()
+        prompts.attention.plan(slots, positions)
+        rest = residual, slots, positions, kv, prompts.attend_rows, multiply
+        prompts.decoder.layers(*rest, fused=fused, span=range(LAYERS))
+        outcomes.append((kv, residual, prompts.decoder.logits(residual.clone(), multiply)))
+    for streamed, multiplied in zip(*outcomes, strict=True):
+        assert_near(streamed, multiplied, bound=2e-2)
+    streamed_logits = outcomes[0][2]
+    final = reference.rms_norm(outcomes[0][1], prompts.final_norm, 1e-6).to(BF16).float()
+    assert_near(streamed_logits, final @ prompts.decoder.embedding.float().T)

@@ -7,7 +7,15 @@ import torch
 
 from engine_core.ops.cuda import reference
 from engine_core.ops.cuda.layer import AddRmsNorm, Heads, RopeAndStore, SiluMul, rope_table
-from engine_core.ops.cuda.streamk import Cut, Parts, StreamKLinear, most_parts
+from engine_core.ops.cuda.streamk import (
+    RING_BYTES,
+    TOKEN_TILES,
+    Cut,
+    Parts,
+    StreamKLinear,
+    choose_cut,
+    most_parts,
+)
 from tests.emulated import EmulatedKernels
 from tests.emulated.comparing import BF16, assert_near, integers, poisoned, random
 
@@ -126,6 +134,17 @@ def test_rope_of_parts_is_rope_of_their_sum(kernels: EmulatedKernels, head_dim: 
     assert_near(queries[:2, : heads.query], whole[:2, : heads.query], bound=1e-2)
     assert_near(stored, pages, bound=1e-2)
     assert not queries[2].any()
+
+
+@pytest.mark.parametrize("columns", [64, 2560, 9728, 896])
+@pytest.mark.parametrize("sms", [8, 48, 96, 132])
+def test_every_cut_fits_an_sm(columns: int, sms: int) -> None:
+    """Red if a ring is larger than an SM's memory, or too short to have a chunk on its way beside two in use."""
+    for token_tiles in TOKEN_TILES:
+        cut = choose_cut(columns, token_tiles, sms)
+        assert columns % cut.chunk == 0
+        assert cut.stages > 2
+        assert cut.shared_bytes(token_tiles) <= RING_BYTES
 
 
 def test_wrong_shapes_are_refused(kernels: EmulatedKernels) -> None:
