@@ -71,6 +71,13 @@ def test_any_cut(kernels: EmulatedKernels, cut: Cut, whole: bool) -> None:
     assert_near(product, x.float() @ weight.float().T, bound=1e-5)
 
 
+def test_a_vocabulary_of_any_size(kernels: EmulatedKernels) -> None:
+    """Red if a head is held to what only those need who add up parts."""
+    weight, x = random(131, COLUMNS, scale=0.1), random(11, COLUMNS)
+    logits = StreamKLinear(weight, kernels, whole=True)(x, 2).sums[0]
+    assert_near(logits, x.float() @ weight.float().T, bound=1e-5)
+
+
 def test_more_blocks_than_chunks_are_not_launched(kernels: EmulatedKernels) -> None:
     """Red if a block without a chunk counts as a part."""
     weight, x = random(128, 128, scale=0.1), random(3, 128)

@@ -134,7 +134,7 @@ class StreamKLinear:
     def _variant(self, token_tiles: int, sms: int, kernels: Kernels, cut: Cut | None) -> _Variant:
         outputs, columns = self.weight.shape
         cut = cut or choose_cut(columns, token_tiles, sms)
-        if columns % cut.chunk or outputs % 4:
+        if columns % cut.chunk or (outputs % 4 and not self._whole):  # parts are added up by four
             raise ValueError(
                 f"weight is {outputs} x {columns}: it must have a multiple of 4 outputs and {cut.chunk} columns"
             )
