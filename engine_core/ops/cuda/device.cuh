@@ -151,29 +151,29 @@ __device__ inline u64 operand(const Words* first, int step) {
   constexpr u64 ROWS_APART = u64{1024 / 16} << 32, SWIZZLE = u64{1} << 62;
   return place | u64{1} << 16 | ROWS_APART | SWIZZLE;
 }
+// wgmma's registers: their names in the instruction, and their variables.
+#define NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define NAMES_16 NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define NAMES_24 NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define NAMES_32 NAMES_24 ", %24, %25, %26, %27, %28, %29, %30, %31"
 #define FOUR(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define MULTIPLY_TILE(shape, sums, a, b, scale, ...)                                                             \
-  asm volatile("{.reg .pred p; setp.ne.b32 p, %" scale ", 0; wgmma.mma_async.sync.aligned." shape              \
+#define EIGHT(d, i) FOUR(d, i), FOUR(d, i + 4)
+#define MULTIPLY_TILE(shape, sums, a, b, adds, ...)                                                               \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %" adds ", 0; wgmma.mma_async.sync.aligned." shape                \
                "k16.f32.bf16.bf16 {" sums "}, %" a ", %" b ", p, 1, 1, 0, 0;}"                                   \
                : __VA_ARGS__                                                                                     \
                : "l"(operand(rows, step)), "l"(operand(tokens, step)), "r"(static_cast<int>(add)))
 template <int N>
-__device__ inline void multiply_tile(float (&d)[4 * N], const Words* rows, const Words* tokens, int step,
-                                     bool add) {
-  if constexpr (N == 1) {
-    MULTIPLY_TILE("m64n8", "%0, %1, %2, %3", "4", "5", "6", FOUR(d, 0));
-  } else if constexpr (N == 2) {
-    MULTIPLY_TILE("m64n16", "%0, %1, %2, %3, %4, %5, %6, %7", "8", "9", "10", FOUR(d, 0), FOUR(d, 4));
-  } else if constexpr (N == 3) {
-    MULTIPLY_TILE("m64n24", "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11", "12", "13", "14", FOUR(d, 0), FOUR(d, 4), FOUR(d, 8));
+__device__ inline void multiply_tile(float (&d)[4 * N], const Words* rows, const Words* tokens, int step, bool add) {
+  static_assert(N == 2 || N == 4 || N == 6 || N == 8, "no such tile");
+  if constexpr (N == 2) {
+    MULTIPLY_TILE("m64n16", NAMES_8, "8", "9", "10", EIGHT(d, 0));
   } else if constexpr (N == 4) {
-    MULTIPLY_TILE("m64n32", "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15", "16", "17", "18", FOUR(d, 0), FOUR(d, 4), FOUR(d, 8), FOUR(d, 12));
+    MULTIPLY_TILE("m64n32", NAMES_16, "16", "17", "18", EIGHT(d, 0), EIGHT(d, 8));
   } else if constexpr (N == 6) {
-    MULTIPLY_TILE("m64n48", "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23", "24", "25", "26", FOUR(d, 0), FOUR(d, 4), FOUR(d, 8), FOUR(d, 12), FOUR(d, 16), FOUR(d, 20));
-  } else if constexpr (N == 8) {
-    MULTIPLY_TILE("m64n64", "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31", "32", "33", "34", FOUR(d, 0), FOUR(d, 4), FOUR(d, 8), FOUR(d, 12), FOUR(d, 16), FOUR(d, 20), FOUR(d, 24), FOUR(d, 28));
+    MULTIPLY_TILE("m64n48", NAMES_24, "24", "25", "26", EIGHT(d, 0), EIGHT(d, 8), EIGHT(d, 16));
   } else {
-    static_assert(N == 0, "no such tile");
+    MULTIPLY_TILE("m64n64", NAMES_32, "32", "33", "34", EIGHT(d, 0), EIGHT(d, 8), EIGHT(d, 16), EIGHT(d, 24));
   }
 }
 

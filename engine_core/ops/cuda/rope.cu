@@ -46,8 +46,8 @@ __device__ inline void take(const Quad& sum, const u16* bias, int output, float 
 // grid: (ceil(heads / HEADS), tokens).
 extern "C" __global__ void __launch_bounds__(THREADS)
     rope_and_store(u16* qkv, const u16* q_norm, const u16* k_norm, const float* rope, const int* positions,
-                   const int* slots, const int* page_table, u16* kv, const u16* bias, Parts parts, int query_heads, int kv_heads,
-                   int page_size, int table_width, float epsilon) {
+                   const int* slots, const int* page_table, u16* kv, const u16* bias, Parts parts, int query_heads,
+                   int kv_heads, int page_size, int table_width, float epsilon) {
   const int first_dimension = EACH * (static_cast<int>(threadIdx.x) % LANES);
   const int heads = query_heads + 2 * kv_heads;
   const int unbounded = static_cast<int>(blockIdx.x) * HEADS + static_cast<int>(threadIdx.x) / LANES;

@@ -43,7 +43,8 @@ struct Copies {
   Words* to;
   int chunk, slot;
 
-  __device__ Copies(const u16* rows, Words* stages, int chunk) : from(rows + chunk * CHUNK), to(stages), chunk(chunk), slot(0) {
+  __device__ Copies(const u16* rows, Words* stages, int chunk)
+      : from(rows + chunk * CHUNK), to(stages), chunk(chunk), slot(0) {
     const int atom = threadIdx.x % PIECES / ATOM_PIECES, piece = threadIdx.x % ATOM_PIECES;
     from += 64 * atom + 8 * piece;
     to += atom * ROWS * ATOM_PIECES + operand_place(first(), piece);
