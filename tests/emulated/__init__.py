@@ -20,8 +20,10 @@ HERE = Path(__file__).parent
 class EmulatedKernels:
     """Compiles into `folder` and launches on CPU tensors."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, late_products: bool = False) -> None:
+        """`late_products`: when asynchronous copies and products happen, see device.cuh."""
         self._folder = folder
+        self._late = ["-DLATE_PRODUCTS"] if late_products else []
 
     def load(self, kernel: Kernel) -> Launch:
         """Compiles at the first launch: many kernels are loaded that a test never runs."""
@@ -40,7 +42,7 @@ class EmulatedKernels:
             'extern "C" void emulate(const u32* grid, u32 threads, void** arguments) {\n'
             f"  emulation::launch({kernel.entry}, grid, threads, arguments);\n}}\n"
         )
-        defines = [f"-D{name}={value}" for name, value in kernel.parameters]
+        defines = [*self._late, *(f"-D{name}={value}" for name, value in kernel.parameters)]
         headers = [HERE / "device.cuh", *sorted(SOURCES.glob("*.cuh"))]
         inputs = program, *(header.read_text() for header in headers), *defines
         digest = hashlib.sha256("\n".join(inputs).encode()).hexdigest()[:16]

@@ -45,6 +45,7 @@ constexpr float LOG2_E = 1.4426950408889634f;
 
 namespace emulation {
 inline void forget_copies();
+inline void forget_products();
 }
 
 struct Index {
@@ -112,6 +113,7 @@ void run_block(int threads, F&& body) {
   warps.assign((threads + 31) / 32, Warp{});
   block_barrier = {};
   forget_copies();
+  forget_products();
   block_threads = threads;
   for (int i = 0; i < threads; ++i) {
     Fiber& fiber = fibers[i];
@@ -252,7 +254,9 @@ inline Words load_words(const void* p) {
 }
 inline Words load_weights(const void* p) { return load_words(p); }
 
-// Copies happen when they are waited for and not before: who reads too early reads what was there.
+// Copies happen when they are waited for and not before: who reads too early reads what was there. With LATE_PRODUCTS they
+// happen at once, and products when they are waited for: who fills too early what a product reads, or takes sums too early,
+// is seen.
 namespace emulation {
 struct Copy {
   Words* to;
@@ -268,7 +272,11 @@ inline std::vector<std::vector<Copy>>& groups() {
 inline void forget_copies() { copies.clear(); }
 }  // namespace emulation
 
+#ifdef LATE_PRODUCTS
+inline void copy_async(Words* to, const void* from) { std::memcpy(to, from, sizeof(Words)); }
+#else
 inline void copy_async(Words* to, const void* from) { emulation::groups().back().push_back({to, from}); }
+#endif
 inline void copy_once(Words* to, const void* from) { copy_async(to, from); }
 inline void commit_copies() { emulation::groups().emplace_back(); }
 template <int N>
@@ -319,15 +327,39 @@ inline void multiply_accumulate(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u
   emulation::meet_warp();
 }
 
-// Products are done at once; who reads operands too early, or without showing them, isn't seen here.
+// Products are done at once or, with LATE_PRODUCTS, when they are waited for; who reads operands without showing them isn't
+// seen here.
 inline int operand_place(int row, int piece) { return row * 8 + (piece ^ (row % 8)); }
 inline void show_copies() {}
 inline void begin_products() {}
-inline void commit_products() {}
+namespace emulation {
+struct Product {
+  void (*run)(float*, const Words*, const Words*, int, bool);
+  float* d;
+  const Words *rows, *tokens;
+  int step;
+  bool add;
+};
+inline std::vector<std::vector<std::vector<Product>>> products;  // as `copies`
+inline std::vector<std::vector<Product>>& product_groups() {
+  if (products.size() < fibers.size()) products.resize(fibers.size());
+  auto& mine = products[current];
+  if (mine.empty()) mine.emplace_back();
+  return mine;
+}
+inline void forget_products() { products.clear(); }
+}  // namespace emulation
+inline void commit_products() { emulation::product_groups().emplace_back(); }
 template <int N>
-void wait_for_products() {}
+void wait_for_products() {
+  auto& groups = emulation::product_groups();
+  while (groups.size() > N + 1) {
+    for (const auto& one : groups.front()) one.run(one.d, one.rows, one.tokens, one.step, one.add);
+    groups.erase(groups.begin());
+  }
+}
 template <int N>
-void multiply_tile(float (&d)[4 * N], const Words* rows, const Words* tokens, int step, bool add) {
+void multiply_now(float* d, const Words* rows, const Words* tokens, int step, bool add) {
   if (reinterpret_cast<std::uintptr_t>(rows) % 1024 != 0 || reinterpret_cast<std::uintptr_t>(tokens) % 1024 != 0) {
     std::fprintf(stderr, "a misaligned operand\n");
     std::abort();
@@ -343,6 +375,14 @@ void multiply_tile(float (&d)[4 * N], const Words* rows, const Words* tokens, in
     for (int k = 0; k < 16; ++k) sum += value(rows, row, k) * value(tokens, token, k);
     d[i] = add ? d[i] + sum : sum;
   }
+}
+template <int N>
+void multiply_tile(float (&d)[4 * N], const Words* rows, const Words* tokens, int step, bool add) {
+#ifdef LATE_PRODUCTS
+  emulation::product_groups().back().push_back({multiply_now<N>, d, rows, tokens, step, add});
+#else
+  multiply_now<N>(d, rows, tokens, step, add);
+#endif
 }
 
 template <int FIRST, int LAST>

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -76,6 +78,14 @@ def test_a_vocabulary_of_any_size(kernels: EmulatedKernels) -> None:
     weight, x = random(131, COLUMNS, scale=0.1), random(11, COLUMNS)
     logits = StreamKLinear(weight, kernels, whole=True)(x, 2).sums[0]
     assert_near(logits, x.float() @ weight.float().T, bound=1e-5)
+
+
+@pytest.mark.parametrize("cut", [Cut(1, 1, 64, 3), Cut(1, 2, 64, 5), Cut(2, 1, 128, 4)])
+def test_a_stage_is_filled_when_its_products_are_done(tmp_path: Path, cut: Cut) -> None:
+    """Red if the ring is a stage too short for the products in flight, or sums are left before they are there."""
+    weight, x = random(OUTPUTS, 2 * COLUMNS, scale=0.1), random(20, 2 * COLUMNS)
+    parts = StreamKLinear(weight, EmulatedKernels(tmp_path, late_products=True), cut)(x, 3)
+    assert_near(added_up(parts), x.float() @ weight.float().T, bound=1e-5)
 
 
 def test_more_blocks_than_chunks_are_not_launched(kernels: EmulatedKernels) -> None:
