@@ -41,6 +41,8 @@ from scripts.gpu_kernel_cases import (
 SMS = (132, 88, 40)
 """Of the lanes whose deals are tried; the blocks of a larger one than the card take turns."""
 ROWS = (1, 12, 16, 24, 32, 48, 64)
+OVERLAPS = ((20, 132), (64, 132), (20, 88), (64, 88), (20, 48))
+"""(rows, SMs)"""
 
 
 def check_streamk(cache: Path) -> Measured:
@@ -127,8 +129,13 @@ def _check_rope(measured: Measured, kernels: Kernels, heads: Heads, *, biased: b
 
 
 def _check_overlap(cache: Path) -> Measured:
-    """Three layers and a head of 4B shape over 20 rows, decode attention between the products."""
-    rows, layers, shape = 20, 3, QWEN3_4B
+    """On the whole card and as on lanes of some of it, where products and attention are cut otherwise."""
+    return {f"replays equal/{rows}/{of_lane}": _overlap(cache, rows, of_lane) for rows, of_lane in OVERLAPS}
+
+
+def _overlap(cache: Path, rows: int, of_lane: int) -> float:
+    """Three layers and a head of 4B shape, decode attention between the products."""
+    layers, shape = 3, QWEN3_4B
     context = make_context(shape.heads, list(range(rows)), [1] * rows, rows, 2048, 1)
     parameters, rope = _parameters(shape, layers), angles(2048, shape.heads.head_dim)
     tokens, kv = random(rows, shape.hidden), context.pools[0].expand(layers, *context.pools[0].shape)
@@ -140,13 +147,13 @@ def _check_overlap(cache: Path) -> Measured:
         tied=True,
         qk_norm=True,
     )
-    multiply = LaneMatmul(CublasLt(sms()), Choices(cache / "none.json"), sms())
+    multiply = LaneMatmul(CublasLt(sms()), Choices(cache / "none.json"), of_lane)
     runs: list[Callable[[], None]] = []
     outcomes: list[list[torch.Tensor]] = []
     for overlap in (True, False):
         kernels = make_kernels(cache, overlap=overlap)
         decoder = CudaDecoder(cast(ModelConfig, config), parameters, kernels, shape.heads, rope, context.page_table)
-        attention = DecodeAttention(shape.heads, rows, sms(), DEVICE, kernels)
+        attention = DecodeAttention(shape.heads, rows, of_lane, DEVICE, kernels)
         out: list[torch.Tensor] = []
         residual = tokens.clone()
 
@@ -182,7 +189,7 @@ def _check_overlap(cache: Path) -> Measured:
         for left, right in zip(*outcomes, strict=True):
             assert torch.equal(left, right), f"replay {repeat}: overlap changes the result"
             assert bool(left.isfinite().all())
-    return {"replays equal": 30.0}
+    return 30.0
 
 
 def _parameters(shape: Shape, layers: int) -> dict[str, torch.Tensor]:

@@ -84,7 +84,8 @@ class DecodeAttention:
     def plan(self, slots: torch.Tensor, positions: torch.Tensor) -> None:
         """Deal this step's rows out to the blocks. int32 [rows] each, slot -1 for padding.
 
-        At least one other launch must lie between this and the first layer's attention.
+        At least one other launch must lie between this and the first layer's attention, one that adds up a product's
+        parts not counted, unless that product lies between as well.
         """
         rows = slots.shape[0]
         if rows > self._max_rows:

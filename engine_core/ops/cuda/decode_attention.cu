@@ -368,7 +368,8 @@ __device__ inline void finish(Meeting& meeting, const Item& item, int index, con
   if (meeting.is_last) merge_items(meeting, partials, place - item.split * stride, stride, item.splits, result);
 }
 
-// grid: (blocks, kv_heads). At least one other launch lies between plan_splits and this.
+// grid: (blocks, kv_heads). At least one other launch lies between plan_splits and this, not counting one that adds up a
+// product's parts (allow_product in device.cuh), unless the product lies between as well.
 //   q: bf16, row r's heads at q + r * q_stride; out: bf16 [rows, kv_heads * GROUP, HEAD_DIM]
 //   kv: bf16 [pages, 2, PAGE, kv_heads, HEAD_DIM]; page_table: int32 [slots, table_width]
 //   arrivals: u32 [rows, kv_heads], zero before the first launch and after each

@@ -5,7 +5,8 @@
 //
 // Launch overlap (programmatic dependent launch), the one rule: every kernel calls wait_for_previous() in every thread
 // before it writes anything or reads what its predecessor writes, and allow_next() only after that. So when a kernel
-// starts, all launches before its predecessor are complete: until the wait it may read what those wrote, and constants.
+// starts, all launches before its predecessor are complete (but for allow_product, below): until the wait it may read what
+// those wrote, and constants.
 #pragma once
 
 using u16 = unsigned short;
