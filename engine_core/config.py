@@ -150,7 +150,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("--staged-inputs off goes with --device cuda; other devices stage nothing")
         _one_of("--decode-overlap", self.decode_overlap, OVERLAP_MODES)
         if self.decode_overlap != "off" and self.device_kind == "cpu":
-            raise ConfigError(f"--decode-overlap {self.decode_overlap} needs --device cuda; on cpu use off")
+            raise ConfigError(f"--decode-overlap {self.decode_overlap} needs --device cuda (or fake); on cpu use off")
         if self.decode_sms is not None and self.decode_overlap not in ("green", "auto"):
             raise ConfigError("--decode-sms goes with --decode-overlap green or auto; the other modes share all SMs")
         for flag, target in (("--itl-target-ms", self.itl_target_ms), ("--ttft-target-ms", self.ttft_target_ms)):

@@ -7,9 +7,10 @@ becomes one here. Calls ASGI's `send` directly: at thousands of events a second,
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, MutableMapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, MutableMapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from access.keys import NO_KEY, UNKNOWN_KEY, KeyFile
@@ -27,6 +28,8 @@ Send = Callable[[Message], Awaitable[None]]
 
 BODY_TIMEOUT_S = 60.0
 """A body must have arrived by then."""
+DRAIN_BODY_S = 1.0
+"""From a drain on: what isn't all here is no call that a drain waits for."""
 BUFFERED_BODIES = 8
 """Bodies of the largest size that may be on their way in at once."""
 JSON = b"application/json"
@@ -44,10 +47,34 @@ class ClientGone(Exception):
 
 @dataclass(slots=True)
 class BodyBudget:
-    """Bytes of unread bodies held for all connections together."""
+    """Bytes of unread bodies held for all connections together, and how long they may take."""
 
     max_body_bytes: int
     held: int = 0
+    hurried: bool = False
+    _waits: set[asyncio.Timeout] = field(default_factory=set)
+
+    @contextlib.asynccontextmanager
+    async def in_time(self) -> AsyncIterator[None]:
+        """Around the wait for a whole body. Raises HttpError (408; 503 in a hurry) when it takes too long."""
+        seconds = DRAIN_BODY_S if self.hurried else BODY_TIMEOUT_S
+        try:
+            async with asyncio.timeout(seconds) as wait:
+                self._waits.add(wait)
+                try:
+                    yield
+                finally:
+                    self._waits.discard(wait)
+        except TimeoutError:
+            if self.hurried:
+                raise HttpError(503, "the server is shutting down", [(b"retry-after", b"5")]) from None
+            raise HttpError(408, f"the body wasn't complete within {BODY_TIMEOUT_S:g} s") from None
+
+    def hurry(self) -> None:
+        self.hurried = True
+        until = asyncio.get_running_loop().time() + DRAIN_BODY_S
+        for wait in self._waits:
+            wait.reschedule(until)
 
     def take(self, size: int) -> None:
         if self.held + size > BUFFERED_BODIES * self.max_body_bytes:
@@ -80,7 +107,7 @@ class Exchange:
         chunks: list[bytes] = []
         size = 0
         try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
+            async with self._budget.in_time():
                 more = True
                 while more:
                     message = await self._receive()
@@ -93,8 +120,6 @@ class Exchange:
                     self._budget.take(len(chunk))
                     size += len(chunk)
                     chunks.append(chunk)
-        except TimeoutError:
-            raise HttpError(408, f"the body wasn't complete within {BODY_TIMEOUT_S:g} s") from None
         finally:
             self._budget.held -= size
         return b"".join(chunks)
@@ -203,6 +228,10 @@ class HttpServer:
         except Exception as error:  # whatever it is, the client gets an answer and the server lives
             logger.error("%s %r failed: %s", scope["method"], exchange.path[:64], where(error))
             await exchange.fail(unexpected(error))
+
+    def hurry(self) -> None:
+        """A drain has begun: it doesn't wait for clients to send the rest of a body."""
+        self._budget.hurry()
 
     async def _traced(self, handler: Handler, method: str, exchange: Exchange) -> None:
         """Run the handler, within a span where somebody wants one."""

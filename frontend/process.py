@@ -115,7 +115,8 @@ async def _serve(config: FrontendConfig, guards: Guards, model: Model, supervisi
     served = _served(config, guards, model, supervision, client, health)
     peers, shared, traces = Peers(supervision.place), supervision.place.count > 1, spans(config)
     listener = listeners.bind(config.host, config.port, shared=shared)
-    http = listeners.HttpListener(_application(served, peers, config, guards, traces), listener, guards.http_tls)
+    application = _application(served, peers, config, guards, traces)
+    http = listeners.HttpListener(application, listener, guards.http_tls)
     servers = _grpc_servers(config, guards, served, health, model.files, peers, traces)
     addresses = {kind: address for kind, (_, address) in servers.items()}
     for server, _ in servers.values():
@@ -131,6 +132,7 @@ async def _serve(config: FrontendConfig, guards: Guards, model: Model, supervisi
             _announce(supervision.ready_fd, {"http": http_address, **addresses})
             await _first(signals.stop.wait(), asyncio.wait((http_task,)))
         failed = http_task.done()
+        application.hurry()
         await _drain(served, health, client, signals, config.drain_timeout)
     finally:
         await client.close()

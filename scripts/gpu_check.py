@@ -31,10 +31,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this file is run as a script
 
-from scripts.gpu import itl, masks, memcheck, overlap, rows, smoke, tests_on_gpu
-from scripts.gpu.options import ROOT, Options, parse_mode
-from scripts.gpu_kernels import machine
-from scripts.serving import process_tree
+try:
+    from scripts.gpu import itl, masks, memcheck, overlap, rows, smoke, tests_on_gpu
+    from scripts.gpu.options import ROOT, Options, parse_mode
+    from scripts.gpu_kernels import machine
+    from scripts.serving import process_tree
+except ModuleNotFoundError as error:
+    sys.exit(
+        f"there is no {error.name} here: pip install -c constraints.txt -e '.[cuda,dev]', or without cuda for a dry run"
+    )
 
 RESULTS = ROOT / "scripts" / "bench" / "results"
 SMOKE = "h200-smoke.json"

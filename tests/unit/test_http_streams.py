@@ -129,3 +129,20 @@ async def test_body_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
     await HttpServer({"/": {"POST": read}}, 100)(scope, receive, send)
     assert sent[0]["status"] == 408
+
+
+async def test_a_drain_does_not_wait_for_the_rest_of_a_body(
+    url: str, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red if a client that has sent half a body holds up a drain, or hears nothing at its end."""
+    monkeypatch.setattr("frontend.http_server.DRAIN_BODY_S", 0.01)
+    reader, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 5000\r\n\r\n" + b" " * 1000)
+    await until(lambda: site.app._budget.held == 1000)
+    site.app.hurry()
+    site.served.drain()
+    await site.served.idle()
+    said = await reader.read()
+    assert said.startswith(b"HTTP/1.1 503 ")
+    assert b"\r\nretry-after: " in said
+    writer.close()
