@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this file is run
 
 try:
     from scripts.gpu import itl, masks, memcheck, overlap, rows, smoke, tests_on_gpu
-    from scripts.gpu.options import ROOT, Options, parse_mode
+    from scripts.gpu.options import ROOT, VARIANTS, Options, parse_mode, parse_row
     from scripts.gpu_kernels import machine
     from scripts.serving import process_tree
 except ModuleNotFoundError as error:
@@ -105,10 +105,15 @@ def parser() -> argparse.ArgumentParser:
         nargs="*",
         type=parse_mode,
         default=[],
-        help=f"itl, rows: lane modes (default: {' '.join(itl.MODES)}; rows: auto)",
+        help=f"itl, rows: lane modes (default: {' '.join(itl.MODES)}; rows: auto), perhaps with one behind of "
+        + ", ".join(f"+{name}" for name in VARIANTS),
     )
     out.add_argument(
-        "--rows", nargs="*", default=[], help=f"itl, rows: loads (default: {' '.join((*itl.ROWS, *rows.ROWS))})"
+        "--rows",
+        nargs="*",
+        type=parse_row,
+        default=[],
+        help=f"itl, rows: loads (default: {' '.join((*itl.ROWS, *rows.ROWS))})",
     )
     out.add_argument("--injected-s", type=float, default=10.0, help="itl: how long prompts are injected")
     out.add_argument("--undisturbed-s", type=float, default=4.0, help="itl: how long a row without injection takes")

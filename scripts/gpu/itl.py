@@ -88,18 +88,18 @@ def table(lines: list[dict[str, Any]]) -> list[str]:
     undisturbed = {
         row: line["itl_p50_ms"] for (row, label), line in rows.items() if label == "off-2048" and "error" not in line
     }
-    out = [f"{'row':<12} {'mode':<14} {'p50':>7} {'p99':>7} {'max':>7} {'tok/s':>8} {'TTFT':>7}  p99 / lone p50 of off"]
+    out = [f"{'row':<12} {'mode':<16} {'p50':>7} {'p99':>7} {'max':>7} {'tok/s':>8} {'TTFT':>7}  p99 / lone p50 of off"]
     for row, label in sorted(rows, key=lambda key: ROWS.index(key[0]) if key[0] in ROWS else len(ROWS)):
         line = rows[row, label]
         if "error" in line:
-            out.append(f"{row:<12} {label:<14} failed: {line['error'].strip().splitlines()[-1:]}")
+            out.append(f"{row:<12} {label:<16} failed: {line['error'].strip().splitlines()[-1:]}")
             continue
         lone = undisturbed.get(row.partition("@")[0])
         ratio = f"{line['itl_p99_ms'] / lone:.2f}" if lone and line["itl_p99_ms"] else "–"
         ttft = line["ttft_p50_ms"] if line["ttft_p50_ms"] is not None else "–"
         late = "" if line["decoders_alive"] == line["decoders"] else "  decoders ended early"
         out.append(
-            f"{row:<12} {label:<14} {line['itl_p50_ms']:>7} {line['itl_p99_ms']:>7} {line['itl_max_ms']:>7} "
+            f"{row:<12} {label:<16} {line['itl_p50_ms']:>7} {line['itl_p99_ms']:>7} {line['itl_max_ms']:>7} "
             f"{line['decode_tok_s']:>8} {ttft:>7}  {ratio}{late}"
         )
     return out

@@ -53,6 +53,16 @@ def parse_mode(label: str) -> Mode:
     return Mode(label, name.partition("-")[0], int(sms) if sms else None, int(chunk) if chunk else None, flags)
 
 
+def parse_row(name: str) -> str:
+    """A load's name as it is. Raises argparse.ArgumentTypeError naming the forms."""
+    number = r"\d+(\.\d+)?"
+    if re.fullmatch(rf"\d+|\d+@\d+@{number}|c\d+|{number}/s|goodput@{number}", name) is None:
+        raise argparse.ArgumentTypeError(
+            f"{name!r} is no load: D or D@TOKENS@PER_SECOND (itl), cN, N/s or goodput@N (rows)"
+        )
+    return name
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """How the sections run; all of it stands in the header of what they measured."""

@@ -88,13 +88,13 @@ def table(lines: list[dict[str, Any]]) -> list[str]:
     rows = {
         (line["shape"], line["row"], line["label"], line.get("repeat", 0)): line for line in lines if "shape" in line
     }
-    out = [f"{'shape':<6} {'load':<12} {'mode':<14} {'tok/s':>8} {'TTFT':>15} {'TPOT':>13} {'ITL':>13}"]
+    out = [f"{'shape':<6} {'load':<12} {'mode':<16} {'tok/s':>8} {'TTFT':>15} {'TPOT':>13} {'ITL':>13}"]
     for (shape, row, label, _), line in rows.items():
         if "error" in line:
-            out.append(f"{shape:<6} {row:<12} {label:<14} failed: {line['error'].strip().splitlines()[-1:]}")
+            out.append(f"{shape:<6} {row:<12} {label:<16} failed: {line['error'].strip().splitlines()[-1:]}")
             continue
         pairs = (f"{line[f'{what}_p50_ms']:g} / {line[f'{what}_p99_ms']:g}" for what in ("ttft", "tpot", "itl"))
         ttft, tpot, itl = pairs
         good = {True: "  good", False: "  not good", None: ""}[line.get("good")]
-        out.append(f"{shape:<6} {row:<12} {label:<14} {line['output_tok_s']:>8} {ttft:>15} {tpot:>13} {itl:>13}{good}")
+        out.append(f"{shape:<6} {row:<12} {label:<16} {line['output_tok_s']:>8} {ttft:>15} {tpot:>13} {itl:>13}{good}")
     return out

@@ -11,8 +11,8 @@ import pytest
 
 from scripts import gpu_check
 from scripts.bench import make_shape
-from scripts.gpu import itl, masks, overlap
-from scripts.gpu.options import Mode, Options, parse_mode, server_flags
+from scripts.gpu import itl, masks, overlap, rows
+from scripts.gpu.options import Mode, Options, parse_mode, parse_row, server_flags
 
 OPTIONS = Options(
     device="cuda",
@@ -35,6 +35,7 @@ OPTIONS = Options(
         ("green-48", Mode("green-48", "green", 48, None)),
         ("green-24-4096", Mode("green-24-4096", "green", 24, 4096)),
         ("off+unstaged", Mode("off+unstaged", "off", None, None, ("--staged-inputs=off",))),
+        ("auto+frontends2", Mode("auto+frontends2", "auto", None, None, ("--frontends=2",))),
         ("off-512+depth3", Mode("off-512+depth3", "off", None, 512, ("--async-depth=3",))),
     ],
 )
@@ -43,7 +44,7 @@ def test_modes(label: str, mode: Mode) -> None:
     assert parse_mode(label) == mode
     flags = server_flags(OPTIONS, mode)
     assert f"--decode-overlap={mode.overlap}" in flags
-    assert [flag for flag in flags if flag.startswith(("--staged", "--async"))] == [*mode.flags]
+    assert [flag for flag in flags if flag.startswith(("--staged", "--async", "--frontends"))] == [*mode.flags]
     assert (f"--max-num-batched-tokens={mode.chunk}" in flags) == (mode.chunk is not None)
     assert (f"--decode-sms={mode.decode_sms}" in flags) == (mode.decode_sms is not None)
 
@@ -53,6 +54,19 @@ def test_modes_that_are_none(label: str) -> None:
     """Red when a misspelt mode is taken for another."""
     with pytest.raises(argparse.ArgumentTypeError):
         parse_mode(label)
+
+
+def test_every_row_has_a_name_that_is_taken() -> None:
+    """Red when a load of the tables is refused."""
+    for name in (*itl.ROWS, *rows.ROWS, "16@4096@0.5", "1.5/s"):
+        assert parse_row(name) == name
+
+
+@pytest.mark.parametrize("name", ["16@x@4", "16@4096", "c8@", "c", "8/", "goodput", "@", ""])
+def test_rows_that_are_none(name: str) -> None:
+    """Red when a misspelt load is noticed only after a server has started."""
+    with pytest.raises(argparse.ArgumentTypeError, match="is no load"):
+        parse_row(name)
 
 
 def done(event: str, step: int, start: float, end: float, *, tokens: int = 0, beside: bool = False) -> dict[str, Any]:
