@@ -1,8 +1,8 @@
 """The dense decoder on the GPU: which kernel computes what, for few rows, many rows and ragged chunks.
 
-Owns the order of launches over loaded parameters. Up to FEW_ROWS rows every layer is six fused launches;
-beyond, cuBLASLt multiplies and the small kernels do the rest. Keeps no state between calls; allocates only temporaries,
-so that a captured call lives in its graph's pool.
+Owns the order of launches over loaded parameters. Up to FEW_ROWS decode rows a layer is six fused launches; beyond,
+stream-K multiplies decode rows up to a few dozen, cuBLASLt all else, and the small kernels do the rest. Keeps no state
+between calls; allocates only temporaries, so that a captured call lives in its graph's pool.
 """
 
 from __future__ import annotations

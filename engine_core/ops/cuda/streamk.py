@@ -18,6 +18,7 @@ MAX_TOKENS = 64
 TOKEN_TILES = (2, 4, 6, 8)
 """Rows of x in tiles of 8 that there are kernels for."""
 RING_BYTES = 200 << 10
+"""Of an SM's 227 KiB: a small kernel's blocks want a KiB each beside it."""
 
 
 @dataclass(frozen=True, slots=True)
