@@ -15,7 +15,7 @@ from typing import Any
 
 from access.keys import NO_KEY, UNKNOWN_KEY, KeyFile
 from frontend.api_errors import Headers, HttpError, http_headers, http_status, openai_body, unexpected, where
-from frontend.request import ApiError
+from frontend.request import ApiError, shutting_down
 from frontend.spans import Spans
 from telemetry.tracing import HEADER
 
@@ -56,7 +56,8 @@ class BodyBudget:
 
     @contextlib.asynccontextmanager
     async def in_time(self) -> AsyncIterator[None]:
-        """Around the wait for a whole body. Raises HttpError (408; 503 in a hurry) when it takes too long."""
+        """Around the wait for a whole body. Raises HttpError (408) when it takes too long, in a hurry ApiError
+        (UNAVAILABLE)."""
         seconds = DRAIN_BODY_S if self.hurried else BODY_TIMEOUT_S
         try:
             async with asyncio.timeout(seconds) as wait:
@@ -67,7 +68,7 @@ class BodyBudget:
                     self._waits.discard(wait)
         except TimeoutError:
             if self.hurried:
-                raise HttpError(503, "the server is shutting down", [(b"retry-after", b"5")]) from None
+                raise shutting_down() from None
             raise HttpError(408, f"the body wasn't complete within {BODY_TIMEOUT_S:g} s") from None
 
     def hurry(self) -> None:
@@ -98,7 +99,8 @@ class Exchange:
         self._budget = budget
 
     async def body(self) -> bytes:
-        """The whole body. Raises HttpError beyond the size limit, before it is all here, and ClientGone."""
+        """The whole body. Raises HttpError beyond the size limit, before it is all here, ApiError where a drain doesn't
+        wait for it, and ClientGone."""
         if self.headers.get(b"content-encoding", b"identity") != b"identity":
             raise HttpError(415, "compressed bodies can't be read; send the JSON as it is")
         limit = self._budget.max_body_bytes

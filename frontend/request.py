@@ -48,6 +48,14 @@ class ApiError(Exception):
         self.reason = reason or code.name
 
 
+DRAIN_RETRY_S = 5.0
+
+
+def shutting_down() -> ApiError:
+    """The refusal of what comes while a server drains."""
+    return ApiError(Code.UNAVAILABLE, "the server is shutting down", retry_after_s=DRAIN_RETRY_S)
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """Sampling fields as the client sent them; None is absent. Meaning: engine.proto's SamplingParams."""

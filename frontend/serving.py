@@ -24,7 +24,7 @@ from frontend.kv_events import Core
 from frontend.metrics import Figures, Metrics
 from frontend.open_request import Answer, OpenRequest
 from frontend.reasoning import template_thinks
-from frontend.request import ApiError, ChatPrompt, Code, TextRequest
+from frontend.request import ApiError, ChatPrompt, Code, TextRequest, shutting_down
 from frontend.spans import serving
 from frontend.tokenizer import Tokenizer
 from frontend.tools import template_calls
@@ -34,7 +34,6 @@ INLINE_IDS = 4096
 """Longer lists of ids are decoded in a worker thread."""
 MAX_DECODED_IDS = 1 << 20
 """Only to look through tens of millions stops everything else for seconds."""
-DRAIN_RETRY_S = 5.0
 NOT_THERE_YET = "the engine core isn't serving yet: it still loads its model, or isn't there; try again later"
 
 
@@ -265,7 +264,7 @@ class Served:
         """
         with self.refusals_counted():
             if self._draining:
-                raise ApiError(Code.UNAVAILABLE, "the server is shutting down", retry_after_s=DRAIN_RETRY_S)
+                raise shutting_down()
         self._calls += 1
         self._idle.clear()
         try:

@@ -26,6 +26,7 @@ from engine_core.ops.cuda.linear import Epilogue, LinearWeights, SkinnyLinear, T
 from engine_core.ops.cuda.nvrtc import CudaKernels
 from engine_core.ops.cuda.prefill import LaneSms, PagedPrefill, PrefillLimits
 from engine_core.ops.cuda.sampling import Sampler, SamplingTables, encode_row
+from engine_core.ops.cuda.streamk import StreamKLinear
 from engine_core.ops.masks import mask_size
 from engine_core.step import RowSampling
 from scripts.gpu_kernel_cases import (
@@ -49,7 +50,6 @@ from scripts.gpu_kernel_cases import (
     sms,
 )
 from scripts.gpu_lane_times import time_lanes
-from scripts.gpu_streamk_checks import time_streamk
 
 _cuda: Any = torch.cuda  # torch's annotations of streams are incomplete
 Row = dict[str, float | int | str]
@@ -131,29 +131,66 @@ def _cublas_us(layers: list[LinearWeights], tokens: int) -> float:
 MATMUL_ROWS = (16, 64, 128, 192, 256, 272, 320, 384, 512, 576, 640, 1024, 2048)
 
 
+STREAMED_ROWS = (12, 16, 24, 32, 48, 64)
+
+
 def time_matmul(_: Path) -> Iterable[Row]:
     """A 4B layer's four products: torch's choice of algorithm, and the best of what cuBLASLt proposes."""
     torch.zeros(1, device=DEVICE)  # makes the context
-    library = CublasLt(sms())
-    weights = [[random(*size, scale=0.02) for _ in range(6)] for size in QWEN3_4B.products]
+    library, weights = CublasLt(sms()), _weights_4b()
     for rows in MATMUL_ROWS:
-        favourite = best = 0.0
-        for (outputs, inputs), layers in zip(QWEN3_4B.products, weights, strict=True):
-            problem, x = library.problem(Product(rows, outputs, inputs, sms())), random(rows, inputs)
+        favourite = 0.0
+        for layers in weights:
+            x = random(rows, layers[0].shape[1])
+            favourite += _products_us(layers, partial(functional.linear, x))
+        yield {"kernel": f"layer's products x{rows}", "torch us": favourite, "us": _best_us(library, weights, rows)}
 
-            def torchs(layers: list[torch.Tensor] = layers, x: torch.Tensor = x) -> None:
-                for weight in layers:
-                    functional.linear(x, weight)
 
-            def by(
-                way: Algorithm, problem: Problem = problem, layers: list[torch.Tensor] = layers, x: torch.Tensor = x
-            ) -> None:
-                for weight in layers:
-                    problem.launch(way, x, weight, None)
+def time_streamk(cache: Path) -> Iterable[Row]:
+    """The same products: parts alone, not added up, and the best of what cuBLASLt proposes."""
+    kernels, library, weights = make_kernels(cache), CublasLt(sms()), _weights_4b()
+    size = 2 * sum(layers[0].numel() for layers in weights)
+    for rows in STREAMED_ROWS:
+        us = 0.0
+        for layers in weights:
+            linears = {id(weight): StreamKLinear(weight, kernels) for weight in layers}
+            us += _products_us(layers, partial(_stream, linears, random(rows, layers[0].shape[1])))
+        best_us = _best_us(library, weights, rows)
+        yield {"kernel": f"layer's products x{rows}", "us": us, "TB/s": size / us / 1e6, "cuBLASLt us": best_us}
 
-            favourite += median_us(capture(torchs), len(layers), repeats=9)
-            best += min(median_us(capture(partial(by, way)), len(layers), repeats=9) for way in problem.proposals())
-        yield {"kernel": f"layer's products x{rows}", "torch us": favourite, "us": best}
+
+def _weights_4b() -> list[list[torch.Tensor]]:
+    """A layer's four matrices, each in copies that the timed calls take turns at."""
+    return [[random(*size, scale=0.02) for _ in range(COPIES)] for size in QWEN3_4B.products]
+
+
+def _best_us(library: CublasLt, weights: list[list[torch.Tensor]], rows: int) -> float:
+    """All products, each by the fastest of cuBLASLt's proposals."""
+    total = 0.0
+    for layers in weights:
+        outputs, inputs = layers[0].shape
+        problem, x = library.problem(Product(rows, outputs, inputs, sms())), random(rows, inputs)
+        ways = problem.proposals()
+        total += min(_products_us(layers, partial(_launch, problem, way, x)) for way in ways)
+    return total
+
+
+def _stream(linears: dict[int, StreamKLinear], x: torch.Tensor, weight: torch.Tensor) -> None:
+    linears[id(weight)](x, sms())
+
+
+def _launch(problem: Problem, way: Algorithm, x: torch.Tensor, weight: torch.Tensor) -> None:
+    problem.launch(way, x, weight, None)
+
+
+def _products_us(layers: list[torch.Tensor], product: Callable[[torch.Tensor], object]) -> float:
+    """Of one product, over the copies of its matrix."""
+
+    def work() -> None:
+        for weight in layers:
+            product(weight)
+
+    return median_us(capture(work), len(layers), repeats=9)
 
 
 LOADS = ((1, 1024), (1, 16384), (16, 1024), (64, 1024), (128, 2048), (4, 16384))

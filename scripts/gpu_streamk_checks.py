@@ -1,10 +1,10 @@
-"""Stream-K products and the kernels that add up their parts, against float32; their times beside cuBLASLt's best."""
+"""Stream-K products and the kernels that add up their parts, against float32, and whether their launches may
+overlap."""
 
 from __future__ import annotations
 
 import random as chance
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -14,8 +14,8 @@ import torch
 from engine_core.model_config import ModelConfig
 from engine_core.ops.cuda import reference
 from engine_core.ops.cuda.attention import DecodeAttention
-from engine_core.ops.cuda.cublaslt import Algorithm, CublasLt, Problem, Product
-from engine_core.ops.cuda.decoder import Attend, CudaDecoder
+from engine_core.ops.cuda.cublaslt import CublasLt
+from engine_core.ops.cuda.decoder import CudaDecoder
 from engine_core.ops.cuda.kernel import Kernels
 from engine_core.ops.cuda.layer import AddRmsNorm, Heads, RopeAndStore, SiluMul
 from engine_core.ops.cuda.matmul import Choices, LaneMatmul
@@ -31,7 +31,6 @@ from scripts.gpu_kernel_cases import (
     capture,
     make_context,
     make_kernels,
-    median_us,
     near,
     poisoned,
     random,
@@ -43,6 +42,8 @@ SMS = (132, 88, 40)
 ROWS = (1, 12, 16, 24, 32, 48, 64)
 OVERLAPS = ((20, 132), (64, 132), (20, 88), (64, 88), (20, 48))
 """(rows, SMs)"""
+LAYERS, MOST = 3, 2048
+"""Of the model whose launches overlap; MOST tokens a row."""
 
 
 def check_streamk(cache: Path) -> Measured:
@@ -133,62 +134,62 @@ def _check_overlap(cache: Path) -> Measured:
     return {f"replays equal/{rows}/{of_lane}": _overlap(cache, rows, of_lane) for rows, of_lane in OVERLAPS}
 
 
-def _overlap(cache: Path, rows: int, of_lane: int) -> float:
-    """Three layers and a head of 4B shape, decode attention between the products."""
-    layers, shape = 3, QWEN3_4B
-    context = make_context(shape.heads, list(range(rows)), [1] * rows, rows, 2048, 1)
-    parameters, rope = _parameters(shape, layers), angles(2048, shape.heads.head_dim)
-    tokens, kv = random(rows, shape.hidden), context.pools[0].expand(layers, *context.pools[0].shape)
-    config = SimpleNamespace(
-        hidden_size=shape.hidden,
-        num_layers=layers,
-        intermediate_size=shape.intermediate,
-        rms_norm_eps=EPSILON,
-        tied=True,
-        qk_norm=True,
-    )
-    multiply = LaneMatmul(CublasLt(sms()), Choices(cache / "none.json"), of_lane)
-    runs: list[Callable[[], None]] = []
-    outcomes: list[list[torch.Tensor]] = []
-    for overlap in (True, False):
-        kernels = make_kernels(cache, overlap=overlap)
-        decoder = CudaDecoder(cast(ModelConfig, config), parameters, kernels, shape.heads, rope, context.page_table)
-        attention = DecodeAttention(shape.heads, rows, of_lane, DEVICE, kernels)
-        out: list[torch.Tensor] = []
-        residual = tokens.clone()
+class _Model:
+    """Three layers and a head of 4B shape over rows of any contexts, decode attention between the products."""
 
-        def attend(
-            qkv: torch.Tensor, pool: torch.Tensor, attended: torch.Tensor, attention: DecodeAttention = attention
-        ) -> None:
-            attention(qkv, pool, context.page_table, attended, shape.heads.head_dim**-0.5)
+    def __init__(self, cache: Path, rows: int, of_lane: int) -> None:
+        self._sms = of_lane
+        self.context = make_context(QWEN3_4B.heads, list(range(rows)), [1] * rows, rows, MOST, 1)
+        self._kv = self.context.pools[0].expand(LAYERS, *self.context.pools[0].shape)
+        self._parameters = _parameters(QWEN3_4B, LAYERS)
+        self.tokens = random(rows, QWEN3_4B.hidden)
+        self._multiply = LaneMatmul(CublasLt(sms()), Choices(cache / "none.json"), of_lane)
 
-        def step(
-            decoder: CudaDecoder = decoder,
-            residual: torch.Tensor = residual,
-            attend: Attend = attend,
-            attention: DecodeAttention = attention,
-            out: list[torch.Tensor] = out,
-        ) -> None:
-            residual.copy_(tokens)
+    def stepper(self, kernels: Kernels) -> tuple[Callable[[], None], list[torch.Tensor]]:
+        """What runs a step over `tokens`, and where it leaves states and logits."""
+        shape, context, rows = QWEN3_4B, self.context, self.tokens.shape[0]
+        config = SimpleNamespace(
+            hidden_size=shape.hidden,
+            num_layers=LAYERS,
+            intermediate_size=shape.intermediate,
+            rms_norm_eps=EPSILON,
+            tied=True,
+            qk_norm=True,
+        )
+        rope, table = angles(MOST, shape.heads.head_dim), context.page_table
+        decoder = CudaDecoder(cast(ModelConfig, config), self._parameters, kernels, shape.heads, rope, table)
+        attention = DecodeAttention(shape.heads, rows, self._sms, DEVICE, kernels)
+        residual, out = self.tokens.clone(), list[torch.Tensor]()
+
+        def attend(qkv: torch.Tensor, pool: torch.Tensor, attended: torch.Tensor) -> None:
+            attention(qkv, pool, table, attended, shape.heads.head_dim**-0.5)
+
+        def step() -> None:
+            residual.copy_(self.tokens)
             attention.plan(context.slots, context.positions)
-            decoder.layers(
-                residual, context.slots, context.positions, kv, attend, multiply, fused=True, span=range(layers)
-            )
-            out[:] = [residual, decoder.logits(residual, multiply)]
+            rest = residual, context.slots, context.positions, self._kv, attend, self._multiply
+            decoder.layers(*rest, fused=True, span=range(LAYERS))
+            out[:] = [residual, decoder.logits(residual, self._multiply)]
 
-        graph = capture(step) if overlap else None
-        runs.append(step if graph is None else graph.replay)
-        outcomes.append(out)
+        return step, out
+
+
+def _overlap(cache: Path, rows: int, of_lane: int) -> float:
+    model = _Model(cache, rows, of_lane)
+    (overlapped, left), (ordered, right) = (
+        model.stepper(make_kernels(cache, overlap=overlap)) for overlap in (True, False)
+    )
+    graph = capture(overlapped)
     for repeat in range(30):
-        tokens.copy_(random(*tokens.shape))
-        lengths = [chance.randrange(1, 2000) for _ in range(rows)]
-        context.positions.copy_(torch.tensor(lengths, dtype=torch.int32, device=DEVICE))
-        for run in runs:
+        model.tokens.copy_(random(*model.tokens.shape))
+        lengths = [chance.randrange(1, MOST) for _ in range(rows)]
+        model.context.positions.copy_(torch.tensor(lengths, dtype=torch.int32, device=DEVICE))
+        for run in (graph.replay, ordered):
             run()
             torch.cuda.synchronize()
-        for left, right in zip(*outcomes, strict=True):
-            assert torch.equal(left, right), f"replay {repeat}: overlap changes the result"
-            assert bool(left.isfinite().all())
+        for one, other in zip(left, right, strict=True):
+            assert torch.equal(one, other), f"replay {repeat}: overlap changes the result"
+            assert bool(one.isfinite().all())
     return 30.0
 
 
@@ -202,36 +203,3 @@ def _parameters(shape: Shape, layers: int) -> dict[str, torch.Tensor]:
         for name in ("q_norm", "k_norm"):
             out[f"layers.{layer}.{name}"] = 1 + random(shape.heads.head_dim, scale=0.1)
     return out
-
-
-def time_streamk(cache: Path) -> Iterable[dict[str, float | int | str]]:
-    """A 4B layer's four products: parts alone, not added up, and the best of what cuBLASLt proposes."""
-    kernels, library = make_kernels(cache), CublasLt(sms())
-    weights = [[random(*size, scale=0.02) for _ in range(6)] for size in QWEN3_4B.products]
-    for rows in ROWS[1:]:
-        streamed_us = library_us = 0.0
-        for (outputs, inputs), layers in zip(QWEN3_4B.products, weights, strict=True):
-            problem, x = library.problem(Product(rows, outputs, inputs, sms())), random(rows, inputs)
-            linears = [StreamKLinear(weight, kernels) for weight in layers]
-
-            def stream(linears: list[StreamKLinear] = linears, x: torch.Tensor = x) -> None:
-                for linear in linears:
-                    linear(x, sms())
-
-            def launch(
-                way: Algorithm, problem: Problem = problem, layers: list[torch.Tensor] = layers, x: torch.Tensor = x
-            ) -> None:
-                for weight in layers:
-                    problem.launch(way, x, weight, None)
-
-            streamed_us += median_us(capture(stream), len(layers), repeats=9)
-            library_us += min(
-                median_us(capture(partial(launch, way)), len(layers), repeats=9) for way in problem.proposals()
-            )
-        size = sum(outputs * inputs for outputs, inputs in QWEN3_4B.products) * 2
-        yield {
-            "kernel": f"layer's products x{rows}",
-            "us": streamed_us,
-            "TB/s": size / streamed_us / 1e6,
-            "cuBLASLt us": library_us,
-        }

@@ -63,7 +63,7 @@ struct Copies {
       to -= STAGES * STAGE_WORDS;
     }
   }
-  // each(row, to, whether it is this thread's)
+  // each(row counted from the thread's first, where it goes)
   template <class F>
   __device__ void visit(F&& each) const {
 #pragma unroll
